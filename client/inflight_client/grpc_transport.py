@@ -180,7 +180,7 @@ def channel_options(address: Address) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
-        ("grpc.http2.max_pings_without_data", 0),  # any number: who waits sends nothing
+        ("grpc.http2.max_pings_without_data", 0),  # any number: a waiting client sends nothing
         ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS),
         ("grpc.max_send_message_length", _INT32_MAX),

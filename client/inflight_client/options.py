@@ -53,7 +53,7 @@ _QUESTIONS = frozenset({"stop", "stats", "describe", "ready", "why", "recording"
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Optional settings of a request; what is left out is decided by the server."""
+    """Optional settings of a request; the server decides those left out."""
 
     temperature: float
     top_k: int

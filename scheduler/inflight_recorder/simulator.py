@@ -635,7 +635,7 @@ def split_hashes(hashes: bytes) -> list[bytes]:
 class RecordedBeams:
     """Stands in for `BeamSearch`: it knows how many tokens there are, and that ends are told.
 
-    Until it is told otherwise each row goes on by itself. ``is_broken``: the model's numbers have
+    By default each row continues itself. ``is_broken``: the model's numbers have
     failed, so nothing follows.
     """
 
@@ -673,7 +673,7 @@ class RecordedBeams:
 
 
 def _is_possible(moves: Iterable[int], width: int) -> bool:
-    """Whether rows can have followed one another so: a parent goes on by itself."""
+    """Whether these moves are possible: a parent continues itself."""
     parents = tuple(moves)
     return len(parents) == width and all(
         0 <= parent < width and parents[parent] == parent for parent in parents

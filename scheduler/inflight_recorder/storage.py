@@ -1,6 +1,6 @@
 """Recordings in files: written by a thread of their own, read line by line.
 
-A full or slow disk ends the recording with one warning; serving goes on. Formatting and reading
+A full or slow disk ends the recording with one warning; serving continues. Formatting and reading
 need msgspec, which is imported when they begin (see `settings`).
 """
 
@@ -114,7 +114,7 @@ class RecordingFile:
         self._pending.append(iteration)
 
     def close(self) -> None:
-        """Write what is left and close the file; not for longer than `_CLOSE_SECONDS`.
+        """Write the remainder and close the file; not for longer than `_CLOSE_SECONDS`.
 
         A disk that hangs would keep the caller for ever: its thread is left behind then.
         """

@@ -246,7 +246,7 @@ class _Follower:
             self._lanes[request.request_id].num_pauses += 1
 
     def _wait_on(self, index: int) -> None:
-        """Nothing is decided, as when a request expires: the idle ones go on waiting."""
+        """Without a decision, as when a request expires: the idle ones still wait."""
         for request in self._simulation.active:
             intervals = self._lanes[request.request_id].intervals
             if intervals and intervals[-1].end == index and intervals[-1].activity in _WAITS:

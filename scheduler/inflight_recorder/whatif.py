@@ -5,7 +5,7 @@ they are answered (an open loop). They wait and run in the order of the server: 
 moved forward by priority. A request that no iteration could ever run under the new settings is
 refused, as the server would.
 
-What is told by the text is as it was: the rows of a search go on as they did behind the same token,
+What depends on the text is as recorded: the rows of a search continue as behind the same token,
 and where there were drafts there are as many again, and as many come true. A request that ended
 without a token ends so again, unless it has its first one by then; if it has, it generates all it
 may.
@@ -308,7 +308,7 @@ class _Known:
 class _RecordedOutputs:
     """What a prediction takes from the recording, since only the text could tell it.
 
-    Behind the same token the rows of a beam search go on as they did, and where a request had
+    Behind the same token the rows of a beam search continue as they did, and where a request had
     drafts it has as many, and as many come true. Whether drafts are guessed at all, and whether
     there is room for them, depends on the other requests: that follows the rules of the server
     (`Drafter` in the backend).
@@ -329,7 +329,7 @@ class _RecordedOutputs:
         self._known.pop(request.request_id, None)
 
     def take_beams(self) -> tuple[BeamTrace, ...]:
-        """How beams go on before the decision that comes now."""
+        """How beams continued before this decision."""
         beams = []
         for known in self._known.values():
             request, num_tokens = known.request, _num_expected_tokens(known.request)

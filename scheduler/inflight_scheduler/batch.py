@@ -21,7 +21,7 @@ class SlotSetup:
     ``outputs`` is what the engine shall tell beside tokens. ``prompt_len`` is where the answer
     begins. ``tokens`` is all text so far, prompt and answer, for ``sampling`` that looks back on
     it, else empty: what is cached need not be in any chunk. With ``num_candidates`` no token is
-    drawn: the engine tells so many of the most likely ones, and `BeamMove` says how it goes on.
+    drawn: the engine returns so many of the most likely ones; `BeamMove` is the choice.
     """
 
     slot: int

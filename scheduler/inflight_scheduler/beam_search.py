@@ -8,7 +8,7 @@ One step of width W::
     candidates  the 2W best continuations of all beams, (1 + n) W with n > 1 end ids
     end         of the W best of those: with an end id, a stop word, or at the last token there may
                 be; kept if among the W best finished ones, score / tokens ** length_penalty
-    go on       the W best of the others
+    continue    the W best of the others
 
 The search is over when W hypotheses have finished and, unless ``early_stopping`` is 1, no beam can
 beat the worst of them any more: by the tokens it has now, or, with an ``early_stopping`` that is
@@ -45,7 +45,7 @@ class BeamParams:
 
 
 class BeamStep(NamedTuple):
-    """What one step decided, by row: each goes on from the text of row ``parents[row]`` with
+    """What one step decided, by row: each continues the text of row ``parents[row]`` with
     ``tokens[row]``. A row that survives is its own parent."""
 
     parents: tuple[int, ...]
@@ -222,7 +222,7 @@ class BeamSearch:
         free = iter([row for row in range(width) if row not in rows])
         self._rows = [next(free) if row is None else row for row in rows]
         is_first = self.step is None
-        # A row without a beam repeats the best one's token; nobody looks at what comes of it.
+        # A row without a beam repeats the best one's token; its result is not used.
         parent_of = [parents[0] if is_first else row for row in range(width)]
         tokens = [self._running[0].tokens[-1]] * width
         for row, parent, beam in zip(self._rows, parents, self._running, strict=True):

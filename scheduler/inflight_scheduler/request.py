@@ -84,7 +84,7 @@ class LlmRequest:
     ``block_keys`` and ``prefix_match`` are the memory of `ReuseIndex` for this text.
 
     While steps of it run (overlapped loop), the last entries of ``tokens`` are `PENDING_TOKEN`:
-    they count wherever tokens are counted, and nobody has seen them. How many there are is read
+    they count wherever tokens are counted, and their values are unknown. How many there are is read
     off ``tokens``: a count beside them would be one more place to go to, for each request, in
     each step.
 
@@ -261,7 +261,7 @@ class LlmRequest:
 
     @property
     def is_disagg_generation_init_state(self) -> bool:
-        """True while its context is computed elsewhere and its KV has not begun to come."""
+        """True while its context is computed on another server and no KV has arrived."""
         return self.state is _DISAGG_GENERATION_INIT
 
     @property

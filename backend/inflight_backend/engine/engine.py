@@ -214,7 +214,7 @@ class Engine:
 
     @property
     def is_asynchronous(self) -> bool:
-        """True where steps run on a device while the host goes on."""
+        """True where steps run on a device asynchronously."""
         return self.config.device != "cpu"
 
     @property
@@ -459,7 +459,7 @@ class Engine:
         return tokens
 
     def _move_beams(self, batch: ScheduledBatch, words: StepWords) -> None:
-        """Rows that search go on from the text of others."""
+        """Rows of a beam search continue the text of others."""
         self._slots.move(batch, words)
         slots, parents = words.move_slots.long(), words.move_parents.long()
         positions = self._slots.lengths(slots)

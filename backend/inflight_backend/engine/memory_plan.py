@@ -6,7 +6,7 @@ and the server compares them when it starts.
 The shapes of the slot tensors are here so that a plan can count them; their owners take the shapes
 from here. With 256 slots, a vocabulary of 128,256 and texts of 8,192 tokens the logits adjustments
 take 260 MiB (a row of counts, one of biases and one text per slot): 0.2 % of an H200, allocated at
-load on a GPU, because the pool takes what is left and a request that asks for a penalty hours later
+load on a GPU, because the pool takes the rest and a request that asks for a penalty hours later
 must not find the memory gone. On a CPU they are allocated when the first request needs them.
 """
 

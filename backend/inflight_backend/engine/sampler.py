@@ -60,7 +60,7 @@ class LogitsAdjustments:
         self._tables: dict[str, Tensor] = {}
         self._slot_to_words: dict[int, _PackedWords] = {}
         self._words = self._send_words()
-        if device != "cpu":  # the KV pool takes what is left: later there may be no room
+        if device != "cpu":  # the KV pool takes the rest: later there may be no room
             for name in self._shapes:
                 self._table(name)
 

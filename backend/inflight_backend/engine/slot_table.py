@@ -3,7 +3,7 @@
 Every running request owns a slot. What changes in a step arrives as `StepWords`; positions, cache
 slots and lengths are then computed on the device for all rows at once, and the last token of a
 slot never leaves it. The host mirrors the lengths (they follow from the plans alone) and two
-facts about sampling, so that it never has to ask the device how to go on.
+facts about sampling, so that it never has to wait for the device.
 
 One slot more than requests can own pads the rows of a captured step: it has no tokens and keeps
 none, whatever runs in it.
@@ -70,7 +70,7 @@ class BeamRows:
 
     def without(self, sampling_slots: Tensor, slots: Sequence[int], padding_slot: int) -> Tensor:
         """``sampling_slots`` [N] with the padding slot for rows that search: what was drawn there
-        is nobody's."""
+        is unused."""
         searches = to_device(torch.from_numpy(self._num_candidates[list(slots)] > 0), self._device)
         return torch.where(searches, padding_slot, sampling_slots)
 

@@ -2,8 +2,8 @@
 
 A guide of llguidance is compiled to a matcher that has read nothing; every answer gets a copy. The
 copies share the lexer states they found so far, and the limit on these: once one of them meets it,
-none can go on. Such a guide is compiled again for later requests, and each answer in progress may
-get a matcher of its own, once. Matchers of xgrammar share nothing that changes.
+none can continue. Such a guide is compiled again for later requests, and each answer in progress
+may get a matcher of its own, once. Matchers of xgrammar share nothing that changes.
 
 Some guides take more time or memory than any machine has, and some end the process: 16 patterns in
 one ``allOf`` of llguidance, ``a ::= (a){0,2}`` of xgrammar. So each guide is first compiled in a
@@ -246,7 +246,7 @@ class PendingGuide:
 
     def recompile(self) -> Matcher | None:
         """A matcher that shares nothing with those of other answers, if it is made soon enough; for
-        one answer that could not go on with the first."""
+        one answer that could not continue with the first."""
         return self._future.result().recompile()
 
 

@@ -1,4 +1,4 @@
-"""The tokens that the answers of guided requests may go on with, step by step.
+"""The tokens allowed next in the answers of guided requests, step by step.
 
 The state of an answer follows from its tokens alone: the tokens sampled since the last mask are
 read first, so a pause or a shared prefix changes nothing.
@@ -133,7 +133,7 @@ class AnswerGuides:
         self, request_id: int, matcher: Matcher, recompile: Recompile = _cannot_recompile
     ) -> None:
         """Guide a request from its first token on; if ``matcher`` has met a limit that it shares
-        with other answers', go on with another."""
+        with other answers', use another."""
         self._answers[request_id] = _Answer(matcher, recompile)
 
     def discard(self, request_id: int) -> None:
@@ -141,7 +141,7 @@ class AnswerGuides:
         self._answers.pop(request_id, None)
 
     def error_of(self, request_id: int) -> str:
-        """Why a guided request could not go on; empty if it could."""
+        """Why a guided request could not continue; empty if it could."""
         answer = self._answers.get(request_id)
         return "" if answer is None else answer.error
 

@@ -1,7 +1,7 @@
 """Which requests get drafts from the server, and how many.
 
 Drafts are worth their cost where the device has room to spare, so only while few requests are
-active and all of them generate. They never delay a request: they take what is left of the token
+active and all of them generate. They never delay a request: they take the rest of the token
 budget and of the free blocks after every request's next token. How many a request gets follows
 its last ones: twice as many once all were accepted, half as many once none was; and when a
 single one was wrong, none for some steps.

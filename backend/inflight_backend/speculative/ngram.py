@@ -30,7 +30,7 @@ class NgramIndex:
         """At most ``num_tokens`` tokens that may come next; empty if the end of the text is new.
 
         Of all earlier places that match, that with the most tokens in common counts (up to the
-        maximum), and of these the latest. A guess that reaches the end of the text goes on with
+        maximum), and of these the latest. A guess that reaches the end of the text continues with
         itself, as a text that repeats itself would.
         """
         tokens = self._tokens

@@ -65,7 +65,7 @@ class IncrementalDetokenizer:
         return "".join([self.push((token,)) for token in ids])
 
     def finish(self) -> str:
-        """What is left at the end; half a character is left out."""
+        """The remaining text at the end, without an incomplete character."""
         num_new = len(self._window) - self._num_emitted
         if num_new == 0:
             return ""

@@ -284,7 +284,7 @@ class ResponseDispatcher:
         try:
             return self._send_round(items)
         except BaseException:  # the thread must live: no other thread sends
-            _logger.exception("a round of responses failed; who is in it ends")
+            _logger.exception("a round of responses failed; its requests end")
         for item in items:
             try:
                 self._end(item)
@@ -361,13 +361,13 @@ class ResponseDispatcher:
         try:
             if token_stream.send(piece.ids, piece.extras.joined(), is_final=False):
                 self._stop_request(request_id)
-        except BaseException:  # one client's stream may break, the others go on
+        except BaseException:  # one client's stream may break, others must not
             _logger.exception("sending a response of request %d failed", request_id)
             self._give_up(request_id, token_stream)
         self._progress.moved()
 
     def _send_ends(self, ends: Sequence[tuple[int, MergedResponse]]) -> None:
-        """Make the last responses, have them counted, and only then send them: who has read one
+        """Make the last responses, count them, and only then send them: a client that has read one
         finds it on the page of metrics."""
         made: list[tuple[int, _Ending]] = []
         for request_id, piece in ends:

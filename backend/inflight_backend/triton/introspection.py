@@ -71,7 +71,7 @@ class ModelInfo:
             _logger.warning(
                 "config.pbtxt of this model is of an older version, without the input "
                 "stop_token_ids: `inflight openai` and others that send token ids can end answers "
-                "at %d alone, not at %s, where the checkpoint %s ends them as well; write it anew "
+                "at %d alone, not at %s, where the checkpoint %s ends them as well; write it again "
                 "with `inflight model-repository --force`",
                 self._end_id,
                 list(self._stop_token_ids),

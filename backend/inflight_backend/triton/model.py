@@ -289,7 +289,7 @@ class TritonPythonModel:
         self._manager.shutdown()
         self._dispatcher.close()
         self._relays.close()
-        self._update_metrics()  # who ended just now counts, too: the page goes on after a reload
+        self._update_metrics()  # requests that just ended count too: the page survives a reload
         self._metrics.close()
 
     def _start(

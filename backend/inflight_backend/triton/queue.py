@@ -156,14 +156,14 @@ class RequestQueue:
             return bisect_left(self._order, entry) + 1, len(self._order)
 
     def add_to(self, stats_json: str) -> str:
-        """Statistics of the batch manager, which does not know of those who wait here, with them
+        """Statistics of the batch manager, which does not know the requests queued here, with them
         among its `Waiting Requests`."""
         if not (num_queued := len(self._order)):
             return stats_json
         # Once an iteration: this takes 1 us, to parse and write it 15.
         head, key, rest = stats_json.rpartition(_WAITING)
         number = _NUMBER.match(rest)
-        assert number is not None, "statistics of the batch manager tell who waits"
+        assert number is not None, "statistics of the batch manager have waiting requests"
         return f"{head}{key}{int(number[0]) + num_queued}{rest[number.end() :]}"
 
     def is_preparing(self, request_id: int) -> bool:

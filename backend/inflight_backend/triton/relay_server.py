@@ -137,7 +137,7 @@ class RelayListener:
         return self._is_shut and all(connection.is_done for connection in list(self._open))
 
     def shut(self) -> None:
-        """Take no more requests; those of relays that have connected are taken and go on."""
+        """Take no more requests; those of connected relays are still served."""
         self._tell(self._shutting.set)
 
     def close(self) -> None:

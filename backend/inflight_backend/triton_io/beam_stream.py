@@ -106,7 +106,7 @@ class BeamStream:
         return False
 
     def make_last(self, ids: Sequence[int], extras: Mapping[str, Array]) -> dict[str, Array]:
-        """The last response, for who has something to do before it is sent."""
+        """The last response, for a caller that must act before it is sent."""
         return self._make(extras, True)
 
     def _make(self, extras: Mapping[str, Array], is_final: bool) -> dict[str, Array]:

@@ -92,7 +92,7 @@ class ResponseSender:
 
     The lock is there for the server's sake: `is_cancelled` at the moment of, or after, the final
     send kills Triton 24.10, and so do two threads that send at once. A send may never return, so
-    who is not the sender never waits for the lock without a limit; who has it looks, when it has
+    other threads wait for the lock for a limited time; its holder checks, when it has
     released it, whether the stream was to be ended meanwhile.
     """
 
@@ -178,7 +178,7 @@ class ResponseSender:
 
         While another thread is stuck in a send on it, that one ends it when the send returns.
         """
-        self._is_to_be_closed = True  # before the lock: who has it looks after letting it go
+        self._is_to_be_closed = True  # before the lock: its holder checks after releasing it
         if not self._lock.acquire(timeout=_CLOSE_SECONDS):
             _logger.error("a stream cannot be ended yet: a send on it does not return")
             return

@@ -21,7 +21,7 @@ class StopText:
         self.is_hit = False
 
     def fork(self) -> StopText:
-        """Another one that goes on from here."""
+        """A copy with the same state."""
         return copy(self)
 
     def push(self, piece: str, *, is_final: bool) -> str:

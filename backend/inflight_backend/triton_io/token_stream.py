@@ -35,8 +35,8 @@ _PER_TOKEN = frozenset(  # [1, beam, tokens, ...]
 
 
 class TokenExtras:
-    """What comes with several responses: rows of tokens go on, the number of tokens is added up, of
-    all else the last word counts.
+    """What comes with several responses: rows of tokens are joined, numbers of tokens are added, of
+    all others the last value counts.
 
     ``last`` is the latter two, by name; of rows it has what came first.
     """
@@ -242,7 +242,7 @@ class TokenStream:
         return is_hit
 
     def make_last(self, ids: Sequence[int], extras: Mapping[str, Array]) -> dict[str, Array]:
-        """The last response, for who has something to do before it is sent."""
+        """The last response, for a caller that must act before it is sent."""
         tensors, _ = self._make(ids, extras, True)
         assert tensors is not None, "the last one always says something"
         return tensors

@@ -160,7 +160,7 @@ class Relay:
         self._live.discard(errand)
 
     def _parts_of(self, errand: PendingCall) -> Iterator[Part]:
-        """All parts of the answer; an error if it has no end, but for who has left."""
+        """All parts of the answer; an error if it has no end, unless the client has left."""
         try:
             connect(errand.connection, self._model_name)
             if errand.is_stopped:

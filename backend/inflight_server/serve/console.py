@@ -3,7 +3,7 @@
 Printing must never block the launcher or its server: the reader of the pipe may be gone (Ctrl-C to
 ``inflight serve 2>&1 | tee log`` ends `tee` as well) or not reading (a pager, a log driver, a slow
 terminal, Ctrl-S), and the disk of a log may be full. Then messages are lost; a drain or restart
-goes on.
+continues.
 """
 
 from __future__ import annotations

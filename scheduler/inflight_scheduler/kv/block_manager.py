@@ -261,7 +261,7 @@ class BlockManager:
         self.beams.open(request.request_id, first, request.beam_width, num_full)
 
     def follow_beams(self, request: LlmRequest, parents: Sequence[int]) -> None:
-        """Each row of ``request`` goes on from the text of its parent."""
+        """Each row of ``request`` continues the text of its parent."""
         is_last_full = request.num_cached_tokens % self.tokens_per_block == 0
         first = self._tables[request.request_id]
         self.beams.follow(request.request_id, first, parents, is_last_full=is_last_full)
@@ -280,7 +280,7 @@ class BlockManager:
         return self.free(request.request_id)
 
     def store(self, request: LlmRequest) -> None:
-        """Enter the full, computed blocks of ``request`` for reuse; it goes on holding them.
+        """Enter the full, computed blocks of ``request`` for reuse; it still holds them.
 
         A negative last token marks a request whose numbers failed; nothing of it is kept. That of
         a running step is no such mark.
@@ -372,7 +372,7 @@ class BlockManager:
         return self._pool.ref_count(block_id)
 
     def num_releasable_blocks(self, request_id: int) -> int:
-        """How many blocks `free` would make free: those nobody else holds."""
+        """How many blocks `free` would free: those without another holder."""
         if self._index is None:
             return self.num_distinct_blocks_of(request_id)
         num_own = Counter(chain(self.table_of(request_id), *self.beams.rows_of(request_id)))
@@ -405,7 +405,7 @@ class BlockManager:
         """Blocks the next step of ``request`` takes from the free ones, at most.
 
         The first context chunk takes those of the whole prompt and its drafts (full ones shared by
-        the beams, a partial one per beam) that nobody holds, later chunks none; a generation step
+        the beams, a partial one per beam) without a holder, later chunks none; a generation step
         takes some per beam when the token and its drafts (with look-ahead: those of the next two
         steps) open blocks. The encoder takes none.
         """
@@ -521,7 +521,7 @@ class BlockManager:
         return may_outgrow or request.encoder_length > 0
 
     def _num_shared(self, request: LlmRequest) -> int:
-        """Cached blocks of a fresh context that somebody holds, so that they cost nothing."""
+        """Cached blocks of a fresh context that have a holder, so that they cost nothing."""
         matched = self.match_prefix(request).block_ids
         return sum(self._pool.ref_count(block_id) > 0 for block_id in matched)
 

@@ -6,7 +6,7 @@
     ref count     1   1   0   2   0   0        free stack: 5 4 (the next one taken is 4)
     kept          -   -   yes yes -   -        idle list, oldest first: 2
 
-A block nobody holds is on the free stack, or on the idle list if its content is kept for reuse.
+A block without a holder is on the free stack, or on the idle list if its content is kept for reuse.
 Both can be taken: the free stack first (the last block freed is the first one taken again), then
 the block that has been idle longest, whose content is given up.
 """
@@ -38,12 +38,12 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds: all that can be taken."""
+        """Blocks without a holder: all that can be allocated."""
         return len(self._free) + self._idle.size
 
     @property
     def num_idle_blocks(self) -> int:
-        """Blocks nobody holds, whose content is kept."""
+        """Blocks without a holder, whose content is kept."""
         return self._idle.size
 
     def ref_count(self, block_id: int) -> int:
@@ -77,7 +77,7 @@ class BlockPool:
         expected = {k for k, is_kept in enumerate(self._is_kept) if is_kept}
         expected -= {k for k, count in enumerate(self._ref_counts) if count}
         if len(idle) != len(expected) or set(idle) != expected:
-            raise ValueError("the idle blocks are not those that are kept and held by nobody")
+            raise ValueError("the idle blocks are not those that are kept and have no holder")
         for block_id in idle:
             self._idle.append(block_id)
         taken = expected.union(k for k, count in enumerate(self._ref_counts) if count)
@@ -111,7 +111,7 @@ class BlockPool:
 
     def keep(self, block_id: int) -> None:
         """Keep the content of a held block after its last holder has gone."""
-        assert self._ref_counts[block_id] > 0, f"block {block_id} is kept but nobody holds it"
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is kept but has no holder"
         self._is_kept[block_id] = 1
 
     def unkeep(self, block_id: int) -> bool:
@@ -125,13 +125,13 @@ class BlockPool:
         return True
 
     def drop(self, block_ids: Sequence[int]) -> int:
-        """Take one holder away from each block; return how many nobody holds now."""
+        """Take one holder away from each block; return how many have no holder now."""
         ref_counts = self._ref_counts
         num_free_before = self.num_free_blocks
         # Last first: the same request coming back gets the same ids in the same order, and of a
         # text that is kept the end is given up before the beginning.
         for block_id in reversed(block_ids):
-            assert ref_counts[block_id] > 0, f"block {block_id} is dropped but nobody holds it"
+            assert ref_counts[block_id] > 0, f"block {block_id} is dropped but has no holder"
             ref_counts[block_id] -= 1
             if ref_counts[block_id] > 0:
                 continue
@@ -142,7 +142,7 @@ class BlockPool:
         return self.num_free_blocks - num_free_before
 
     def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
-        """Compare with everybody who holds blocks; O(num_blocks).
+        """Compare with all holders of blocks; O(num_blocks).
 
         Raises `AssertionError` with the reason unless free + idle + referenced = total and every
         reference count equals the number of holders.

@@ -243,7 +243,7 @@ class CacheState(NamedTuple):
 
     @property
     def idle(self) -> list[int]:
-        """Kept blocks that nobody holds, the one that is given up first in front."""
+        """Cached blocks that no request holds, the next one to evict first."""
         return follow_links(self.idle_links)
 
     @property

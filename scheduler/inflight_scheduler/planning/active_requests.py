@@ -68,14 +68,14 @@ class DueSteps:
                 del self._entries[step]
 
     def take(self) -> list[LlmRequest]:
-        """Who has an entry for this step, and has none any more."""
+        """The requests due at this step, which are removed."""
         taken = self._entries.pop(self.clock, {})
         for request_id in taken:
             del self._step_of[request_id]
         return list(taken.values())
 
     def due(self) -> list[LlmRequest]:
-        """Who has an entry for this step, and keeps it."""
+        """The requests due at this step, which stay."""
         return list(self._entries.get(self.clock, {}).values())
 
     def postpone(self, num_steps: int) -> None:
@@ -92,7 +92,7 @@ class DueSteps:
 
 
 MAX_CHANGES = 2**10
-"""So many numbers tell how a list of requests has changed; nobody may ever ask for them."""
+"""Bound on the recorded changes of a list of requests, which may never be read."""
 
 
 class RankedRequests:
@@ -135,7 +135,7 @@ class RankedRequests:
 
 
 class RankedGenerations(RankedRequests):
-    """Those who generate, with what each step asks of every one of them, side by side.
+    """Generation requests with the values that each step needs of all of them, as parallel lists.
 
     A request lies scattered over many cache lines. A step that gives a token to each of some
     thousand requests takes a third of the time if it need not go there.
@@ -183,7 +183,7 @@ class RankedGenerations(RankedRequests):
         return changes
 
     def append(self, tokens: Iterable[int]) -> None:
-        """Each text goes on with its token; ends nobody. `ValueError` if there are not as many."""
+        """Append a token to each text; ends no request. `ValueError` if there are not as many."""
         for text, token in zip(self._texts, tokens, strict=True):
             text.append(token)
 
@@ -192,7 +192,7 @@ class RankedGenerations(RankedRequests):
         return with_end_id(self.requests, self._end_ids, tokens)
 
     def append_pending(self) -> PendingTokenBatch:
-        """Each text goes on with what a step will draw that has been started."""
+        """Append the pending token of a step that has been started to each text."""
         for text in self._texts:
             text.append(PENDING_TOKEN)
         return PendingTokenBatch(self.view(), self._texts.copy(), self._end_ids.copy())
@@ -329,7 +329,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         self._order.remove(request)
         self.num_with_beams_or_adapter -= _has_beams_or_adapter(request)
         self.num_with_drafts -= request.num_draft_tokens > 0
-        del self._by_id[request.request_id]  # last: whoever could not be removed is still known
+        del self._by_id[request.request_id]  # last: one that could not be removed is still known
         request.tracker = None
         return True
 
@@ -407,9 +407,9 @@ class ActiveRequests(Sequence[LlmRequest]):
     def tick(self, have_all_run: bool) -> None:
         """A plan was made; the next one is another step.
 
-        ``have_all_run``: it gives everybody who generates one token.
+        ``have_all_run``: it gives each generation request one token.
         """
-        # Whoever got a block and fills its first place has no need of the next one for a while.
+        # A request that fills the first place of a new block needs no other one for a while.
         num_steps = self.block_manager.tokens_per_block if have_all_run else 1
         self._borders.postpone(num_steps)
         for request in self._ends.take():  # early: it has not got a token in each step
@@ -420,7 +420,7 @@ class ActiveRequests(Sequence[LlmRequest]):
     def add_tokens(self, tokens: Sequence[int]) -> None:
         """`LlmRequest.add_new_token` for each of `generation`, in that order.
 
-        What a step brings to everybody: O(1) for each, without a look at the request.
+        Apply a step to all of them: O(1) for each, without visiting the request.
         """
         self._generation.append(tokens)
         for request in self._generation.with_end_id(tokens):
@@ -461,7 +461,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         assert due == set(at_border), f"due: {sorted(due)}, at a border: {sorted(at_border)}"
 
     def _take_full(self) -> list[LlmRequest]:
-        """Who has as many tokens as it may have, the one just given included."""
+        """The requests that have reached their maximum length with the token just given."""
         full = []
         for request in self._ends.take():
             if request.num_remaining_tokens == 0:

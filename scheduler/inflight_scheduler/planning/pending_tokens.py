@@ -12,9 +12,9 @@ from inflight_scheduler.states import FinishReason
 
 
 class PendingTokenBatch:
-    """Of a step that gives a token to everybody who generates: who that was, side by side.
+    """The generation requests of a step that gives each of them a token, as parallel lists.
 
-    As in `RankedGenerations`, nobody needs to go to the requests. The lists are not altered.
+    As in `RankedGenerations`, the requests need not be visited. The lists are not altered.
     """
 
     __slots__ = ("_end_ids", "_texts", "requests")
@@ -29,8 +29,8 @@ class PendingTokenBatch:
     def apply(self, tokens: Sequence[int]) -> list[LlmRequest]:
         """As `apply_tokens_to`, for all of ``requests``, while exactly one later step runs.
 
-        Nearly everybody expects a token of that one, too. Then the last token but one is what has
-        come, and the length ends nobody. Who has no pending token there is looked at: it has ended
+        Nearly all of them expect a token of that one, too. Then the last token but one is the one
+        that arrived, and the length ends none. One without a pending token is checked: it has ended
         meanwhile, or expects no other token.
         """
         others = []
@@ -55,16 +55,18 @@ class PendingTokenBatch:
 
 
 def apply_tokens_to(
-    owners: Sequence[LlmRequest], tokens: Sequence[int], everybody: PendingTokenBatch | None = None
+    owners: Sequence[LlmRequest],
+    tokens: Sequence[int],
+    all_generations: PendingTokenBatch | None = None,
 ) -> list[LlmRequest]:
     """`LlmRequest.replace_pending_token` for those of ``owners`` that expect one; returns these.
 
-    ``everybody``: the last of them, and exactly one later step runs.
+    ``all_generations``: the last of them, and exactly one later step runs.
     """
-    if everybody is not None:
-        num_first = len(owners) - len(everybody.requests)
+    if all_generations is not None:
+        num_first = len(owners) - len(all_generations.requests)
         first = apply_tokens_to(owners[:num_first], tokens[:num_first])
-        return first + everybody.apply(tokens[num_first:])
+        return first + all_generations.apply(tokens[num_first:])
     updated = []
     for request, token in zip(owners, tokens, strict=True):
         if request.num_pending_tokens:
@@ -84,9 +86,9 @@ def with_end_id(
 
 
 def has_failed_unseen(owners: Sequence[LlmRequest], tokens: Sequence[int]) -> bool:
-    """True if somebody got no token who has left while the step ran, and not because of a token.
+    """True if a request got no token because it left while the step ran, other than by a token.
 
-    What the step has written for it may be cached, and nobody is there any more to forget it.
+    What the step has written for it may be cached, and no request is left to discard it.
     """
     by_token = (FinishReason.END_ID, FinishReason.LENGTH)
     return any(

@@ -102,7 +102,7 @@ def append_beam_blocks(
 def move_beams(
     requests: Sequence[LlmRequest], manager: BlockManager, copies: list[BlockCopy]
 ) -> list[BeamMove]:
-    """Where each row goes on, before it gets another block; its own last block gets a copy."""
+    """The parent of each row, before it gets another block; its own last block gets a copy."""
     moves: list[BeamMove] = []
     if not requests or requests[0].beams is None:
         return moves  # all have as many beams as the first
@@ -123,7 +123,7 @@ def move_beams(
 
 
 def search(request: LlmRequest, candidates: Candidates, manager: BlockManager) -> None:
-    """A step has run: which beams go on, and the tables they go on with."""
+    """A step has run: the beams that continue, and their block tables."""
     assert request.beams is not None
     assert request.seq_slot is not None
     num_rows = 1 if request.beams.step is None else request.beam_width

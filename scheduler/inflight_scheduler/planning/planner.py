@@ -1,7 +1,7 @@
 """Carries decisions out: slots and blocks in, a `ScheduledBatch` out, tokens back in.
 
 Order of side effects in `BatchPlanner.plan`: paused requests give back blocks and slots, then
-fresh contexts take a slot and share the cached blocks (before anybody allocates, so that none of
+fresh contexts take a slot and share the cached blocks (before any allocation, so that none of
 these can be evicted), then contexts take the other blocks of their whole prompt, then generation
 steps take the block their token opens. Draft tokens take room like tokens that are sure; those for
 which a last chunk has no room are dropped, and `BatchPlanner.update` drops all of the step, since
@@ -21,7 +21,7 @@ The tokens of a batch come back in one of two ways:
   not for a step with drafts, since how many of those will count is not known. Between them the next
   batch may be planned (and assumed): its requests look as if they had their tokens already. What a
   request has given back is written once more by a step that still runs, but steps run in order, so
-  before anybody who gets the blocks later writes them.
+  before the next owner of the blocks writes them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class BatchPlanner:
         self._planned: dict[int, tuple[list[LlmRequest], Sequence[LlmRequest]]] = {}
         self._assumed: dict[int, PendingTokenBatch | None] = {}  # of those, the ones advanced
         self.has_forgotten = False  # whether the last `apply_tokens` emptied the cache
-        # The last list of everybody who generates, and the slots of those.
+        # The last list of all generation requests, and their slots.
         self._generation: Sequence[LlmRequest] = []
         self._generation_slots: tuple[int, ...] = ()
         self._open_slots = OpenSlots()
@@ -159,11 +159,11 @@ class BatchPlanner:
         )
         self._open_slots.open(batch.runs)
         if not batch.is_empty:
-            is_everybody = self._everybody(generation_requests) is not None
-            generation = generation_requests if is_everybody else list(generation_requests)
+            is_all_generations = self._all_generations(generation_requests) is not None
+            generation = generation_requests if is_all_generations else list(generation_requests)
             self._planned[batch.iteration] = (list(context_requests), generation)
             if self.active is not None:
-                self.active.tick(is_everybody)
+                self.active.tick(is_all_generations)
         return batch
 
     def update(
@@ -183,10 +183,10 @@ class BatchPlanner:
         check_num_tokens(batch, tokens)
         context_requests, generation_requests = self._planned[batch.iteration]
         token_iterator = iter(tokens)
-        # Before contexts join: the same list means that nobody has left since the plan.
-        everybody = None if batch.beam_moves else self._everybody(generation_requests)
-        if everybody is not None:
-            everybody.add_tokens(tokens[len(tokens) - len(generation_requests) :])
+        # Before contexts join: the same list means that no request has left since the plan.
+        all_generations = None if batch.beam_moves else self._all_generations(generation_requests)
+        if all_generations is not None:
+            all_generations.add_tokens(tokens[len(tokens) - len(generation_requests) :])
         advanced: list[LlmRequest] = []
         requests = [*context_requests, *islice(generation_requests, len(batch.draft_runs))]
         for request, run in zip(requests, batch.runs, strict=True):
@@ -201,7 +201,7 @@ class BatchPlanner:
                 _drop_drafts(request)
                 add_verified_tokens(request, run.drafts, drawn, num_added)
                 advanced.append(request)
-        if everybody is not None:
+        if all_generations is not None:
             advanced += generation_requests
         else:
             rows = zip(batch.generation_slots, token_iterator, strict=True)
@@ -217,17 +217,17 @@ class BatchPlanner:
     def assume_step(self, batch: ScheduledBatch) -> None:
         """Move the requests of a step that has been started on, before its tokens are known.
 
-        Prompts enter the cache now: whoever shares them runs later.
+        Prompts enter the cache now: requests that share them run later.
         """
         if batch.is_empty:
             return
-        assert batch.num_drafts == 0, "nobody knows how far a step with drafts will come"
+        assert batch.num_drafts == 0, "the number of tokens of a step with drafts is not known yet"
         context_requests, generation_requests = self._planned[batch.iteration]
-        everybody = self._everybody(generation_requests)
+        all_generations = self._all_generations(generation_requests)
         self._assumed[batch.iteration] = None  # first: what is applied in part can be discarded
-        if everybody is not None:
-            self._assumed[batch.iteration] = everybody.expect_tokens()
-        for request in generation_requests if everybody is None else ():
+        if all_generations is not None:
+            self._assumed[batch.iteration] = all_generations.expect_tokens()
+        for request in generation_requests if all_generations is None else ():
             _drop_drafts(request)
             request.expect_token()
         for request, chunk in zip(context_requests, batch.context_chunks, strict=True):
@@ -250,8 +250,8 @@ class BatchPlanner:
         self.has_forgotten = False
         owners, has_beams = self.token_owners(batch), self.must_apply_first(batch)
         if not has_beams and min(tokens, default=0) >= 0:
-            everybody = self._assumed[batch.iteration] if len(self._assumed) == 2 else None
-            updated = apply_tokens_to(owners, tokens, everybody)
+            all_generations = self._assumed[batch.iteration] if len(self._assumed) == 2 else None
+            updated = apply_tokens_to(owners, tokens, all_generations)
         else:
             self.has_forgotten = has_failed_unseen(owners, tokens)
             if self.has_forgotten:
@@ -273,7 +273,7 @@ class BatchPlanner:
 
     def must_apply_first(self, batch: ScheduledBatch) -> bool:
         """True when nothing can be planned before the tokens of ``batch``, which runs, are known:
-        which row a beam goes on in, and with which token, is decided by the host."""
+        the host decides in which row a beam continues, and with which token."""
         return bool(batch.beam_moves) or any(
             request.beams is not None for request in self._planned[batch.iteration][0]
         )
@@ -292,7 +292,7 @@ class BatchPlanner:
     def discard(self, batch: ScheduledBatch) -> list[LlmRequest]:
         """Forget a batch whose step failed; return its requests, for the caller to end each.
 
-        Their blocks are free: nobody knows what the step has written, so nothing is kept. If it
+        Their blocks are free: what the step has written is unknown, so nothing is kept. If it
         was advanced, others may have found some of that in the cache, which is emptied, and all
         batches that were advanced must be discarded with it.
         """
@@ -319,7 +319,7 @@ class BatchPlanner:
     def _may_have_drafts(self) -> bool:
         return self.active is None or self.active.num_with_drafts > 0
 
-    def _everybody(self, requests: Sequence[LlmRequest]) -> ActiveRequests | None:
+    def _all_generations(self, requests: Sequence[LlmRequest]) -> ActiveRequests | None:
         """The active requests, if ``requests`` is the list of all of them that generate, as it is
         now, and none has drafts."""
         if self._may_have_drafts or self.active is None:
@@ -417,12 +417,12 @@ class BatchPlanner:
         self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]
     ) -> tuple[int, ...]:
         """Slots of ``requests``; who opens blocks gets them."""
-        manager, everybody = self.block_manager, self._everybody(requests)
-        if everybody is not None:
-            due: Sequence[LlmRequest] = everybody.due_requests()
+        manager, all_generations = self.block_manager, self._all_generations(requests)
+        if all_generations is not None:
+            due: Sequence[LlmRequest] = all_generations.due_requests()
             if requests is not self._generation:
                 self._generation = requests
-                self._generation_slots = rows_of(requests, everybody.generation_slots)
+                self._generation_slots = rows_of(requests, all_generations.generation_slots)
             slots = self._generation_slots
         else:
             num_places_left = manager.num_places_left
@@ -443,7 +443,7 @@ class BatchPlanner:
         return slots
 
     def _advance(self, request: LlmRequest, token: int, candidates: Candidates) -> None:
-        """The step has run, and the text goes on with ``token``, or as the search has it."""
+        """The step has run: append ``token`` to the text, or follow the search."""
         if request.beams is not None:
             search(request, candidates, self.block_manager)
             return

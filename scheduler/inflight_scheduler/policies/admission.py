@@ -23,7 +23,7 @@ def refusal_reason(
     ``may_pause`` is True under MAX_UTILIZATION and for a user's scheduler: a pause turns what was
     generated into prompt, so without chunking prompt + max_new - 1 tokens must fit one iteration.
     With chunking (``may_chunk``) a context of any length runs, if it fits the blocks. Draft tokens
-    count as far as they are known; whoever gives more later keeps them within the bounds.
+    count as far as they are known; the caller keeps later ones within the bounds.
     """
     if block_manager is not None and not block_manager.can_ever_fit(request):
         return (

@@ -266,14 +266,14 @@ class GuaranteedNoEvictScheduler(ReservingScheduler):
 class StaticBatchScheduler(ReservingScheduler):
     """STATIC_BATCH: a new batch starts only when no request of the last one is generating.
 
-    Contexts of the running batch that were cut go on (they hold blocks already, see
-    `GuaranteedNoEvictScheduler`); nobody waits for what another computes.
+    Chunked contexts of the running batch continue (they hold blocks already, see
+    `GuaranteedNoEvictScheduler`); none waits for a prefix that another computes.
     """
 
     __slots__ = ()
 
     def may_start(self, num_generating: int) -> bool:
-        """Once nobody generates."""
+        """Once no request generates."""
         return num_generating == 0
 
     def admit_fresh(

@@ -1,4 +1,4 @@
-"""The guard between a scheduler nobody here has written and the block pool."""
+"""Checks the decisions of the operator's scheduler before they reach the block pool."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_decision(
     ``may_chunk``: a context may be cut, so a request of any length can be paused and run again;
     without it each context runs to its end.
     ``resources``: what there must be enough of besides blocks. Encoder steps are not checked here,
-    nor planned: whoever runs them takes them out.
+    nor planned: the caller removes them.
     Raises `InvalidDecision` that names the request and the bound otherwise.
     """
     context, generation, paused = _three_lists(decision)
@@ -95,7 +95,7 @@ def _check_runnable(
 def _check_chunk(request: LlmRequest, may_chunk: bool) -> None:
     num_left, size = request.context_remaining_length, request.context_chunk_size
     # A foreign scheduler may have divided: 3.0 passes as a number and cannot cut a list. Or it has
-    # compared: True is 1 for whoever computes, and no size.
+    # compared: True equals 1 in arithmetic, and is no size.
     if type(size) is int and (1 if may_chunk else num_left) <= size <= num_left:
         return
     bound = f"an int in 1..{num_left}" if may_chunk else f"{num_left}, since contexts are not cut"

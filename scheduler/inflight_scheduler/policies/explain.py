@@ -2,8 +2,8 @@
 
 Deciding is a pure function of what is active and of the blocks, so the reasons need not be
 collected on the way: `explain` walks through a decision again, before it is carried out, and says
-for everybody who does not run what stands in the way. A bound is met by one request; those behind
-it wait because nobody is overtaken. Nothing is changed but what deciding changes.
+for each request that does not run the reason. A bound is met by one request; those behind
+it wait because requests are not overtaken. It changes nothing that deciding does not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class WaitCode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NotScheduled:
-    """What is known of the decision of a scheduler that nobody here has written.
+    """What is known about a decision of the operator's scheduler.
 
     How many requests and tokens it lets run, each with the limit (None: there is none).
     """
@@ -129,7 +129,7 @@ def explain(
     """The reason of every active request that ``scheduler`` would not run now, by id.
 
     ``decision`` is what it decided just now, if that is known. Of another scheduler than
-    `SimpleScheduler`, and of a decision that it did not make, nobody knows the reasons.
+    `SimpleScheduler`, the reasons of a decision that it did not make are unknown.
     """
     requests = list(active_requests)
     if decision is None:
@@ -175,7 +175,7 @@ def explain_left_out(
     pausing = {id(request) for request in paused}
 
     def needed(request: LlmRequest) -> int:
-        if id(request) in pausing and not request.is_context_init_state:  # it starts anew
+        if id(request) in pausing and not request.is_context_init_state:  # it starts again
             return -(-request.num_tokens // block_manager.tokens_per_block)
         return block_manager.get_needed_blocks_one_step(request)
 
@@ -215,7 +215,7 @@ class _CapacityWalk:
     def explain_paused(self) -> Iterator[tuple[int, WaitReason]]:
         """For whom each was paused; afterwards the forecast holds what the decision leaves.
 
-        Whoever has room takes it, whoever has not gets the next victim's. Victims left at the end
+        A request takes the room there is, or else that of the next victim. Victims left at the end
         were paused for the first request that does not run, which may be one of them.
         """
         budgets = self._books
@@ -237,9 +237,9 @@ class _CapacityWalk:
             yield self._pause(budgets, victims.pop(), current, budgets.shortage(current))
 
     def explain_waiting(self) -> Iterator[tuple[int, WaitReason]]:
-        """Those who may not hold cache: a bound for the first, a place for the others.
+        """Requests that may not hold cache: a bound for the first, a place for the others.
 
-        Where somebody was paused the walk has ended, so whoever stands behind waits for that one.
+        Where a request was paused the walk has ended, so those behind wait for that one.
         """
         paused = {id(request) for request in self._paused}
         others = self._others
@@ -299,7 +299,7 @@ def _explain_idle(
     decision: Lists,
     inflight_request_ids: Collection[int],
 ) -> Iterator[tuple[int, WaitReason]]:
-    """Those who hold cache, or may, and still do not run in this iteration."""
+    """Requests that hold cache, or may, and still do not run in this iteration."""
     context, generation, _ = decision
     walk = _BatchWalk(micro_batch, context, generation, inflight_request_ids)
     running = {id(request) for request in (*context, *generation)}
@@ -338,7 +338,7 @@ class _BatchWalk:
         budget = micro_batch.max_num_tokens
         self._num_tokens_left = 0 if budget is None else budget - num_tokens
         self._has_contexts = any(request.is_context_init_state for request in context)
-        self._first_cut_id: int | None = None  # the one behind which nobody starts
+        self._first_cut_id: int | None = None  # the one behind which none starts
         self._num_cut = 0
 
     def count(self, request: LlmRequest) -> None:
@@ -367,13 +367,13 @@ class _BatchWalk:
             return WaitReason(WaitCode.TOKENS, cost, budget - self._num_tokens), True
         other = self._beam_request
         if other is None or other.beam_width == request.beam_width:
-            return WaitReason(WaitCode.UNKNOWN), False  # somebody else decided
+            return WaitReason(WaitCode.UNKNOWN), False  # another scheduler decided
         return WaitReason(WaitCode.BEAMS, behind_id=other.request_id), False
 
     def _cut(self, request: LlmRequest, unit_size: int) -> WaitReason:
         """A context that may be cut and gets nothing.
 
-        If even the first does not, nobody does; and nobody starts behind one that would start.
+        If even the first does not, none does; and none starts behind one that would start.
         """
         num_ahead, self._num_cut = self._num_cut, self._num_cut + 1
         if request.is_first_context_chunk or not self._has_contexts:

@@ -1,7 +1,7 @@
 """The usual decision without a walk over all requests.
 
 `capacity` and `micro_batch` are the rules. Here are their results for the usual case, read off the
-sums of `ActiveRequests`: every running request goes on, and the first waiting ones start if there
+sums of `ActiveRequests`: every running request continues, and the first waiting ones start if there
 is room; or the last ones are paused, if those before them open more blocks than are free. Each
 function returns None when it is not the usual case (the batch is full, beams, adapters, drafts,
 further resources, steps still in flight, ...); then the rules walk. A property test checks that
@@ -51,7 +51,7 @@ def schedule(
     else:
         forecast = BlockForecast(active.block_manager)
         paused = _make_room(active, forecast)
-        if paused:  # nobody behind them runs, nor starts
+        if paused:  # none behind them runs or starts
             end = paused[-1].rank
             contexts = [request for request in active.started if request.rank < end]
             generation = generation[: bisect_left(generation, end, key=_rank)]
@@ -83,7 +83,7 @@ def is_applicable(capacity: CapacityScheduler, micro_batch: MicroBatchScheduler)
 
 
 def _is_usual(capacity: CapacityScheduler, active: ActiveRequests) -> bool:
-    """Everybody is in a known phase, who has started holds blocks, and all of those may go on."""
+    """All are in a known phase, those that started hold blocks, and all of these may continue."""
     num_running = len(active.started) + len(active.generation) + len(active.completing)
     return (
         active.num_others == 0
@@ -122,7 +122,7 @@ def _reserving(capacity: CapacityScheduler, active: ActiveRequests) -> list[LlmR
 
 def _make_room(active: ActiveRequests, forecast: BlockForecast) -> list[LlmRequest]:
     """Give a block to each that opens one (beam width 1), in order, and pause for it who started
-    last, until there is one; whoever is paused itself is the last one. Returns those paused."""
+    last, until there is one; a request that is itself the last is paused. Returns those paused."""
     due = active.due_requests()
     if len(due) <= forecast.num_available:
         forecast.num_available -= len(due)
@@ -143,7 +143,7 @@ def _make_room(active: ActiveRequests, forecast: BlockForecast) -> list[LlmReque
 def _max_utilization(
     capacity: MaxUtilizationScheduler, active: ActiveRequests, forecast: BlockForecast
 ) -> list[LlmRequest]:
-    """Fitting contexts when all who started go on, and have their blocks."""
+    """Fitting contexts when all started requests continue, and have their blocks."""
     fitting = list(active.started)
     forecast.promise(fitting)
     limit = capacity.max_num_requests - len(active.generation) - len(active.completing)
@@ -152,7 +152,7 @@ def _max_utilization(
             continue
         num_needed = forecast.needed_one_step(request)
         if len(fitting) >= limit or num_needed > forecast.num_available:
-            break  # nobody behind it has started, so nobody can be paused for it
+            break  # none behind it has started, so none can be paused for it
         fitting.append(request)
         forecast.claim(request, num_needed)
     return fitting

@@ -1,6 +1,6 @@
 """What the blocks would look like if a decision were carried out.
 
-Capacity schedulers decide request by request, and each choice changes what is left for the next.
+Capacity schedulers decide request by request, and each choice changes what is free for the next.
 With shared blocks that is more than a sum: a block of a victim may be one that a request accepted
 before it counts on. The forecast keeps these budgets without touching a block. It is the `Forecast`
 (see `resources`) of a `BlockManager`.
@@ -17,7 +17,7 @@ from inflight_scheduler.request import LlmRequest
 
 
 class BlockForecast:
-    """Free blocks after everything claimed and released so far; made anew for each decision."""
+    """Free blocks after everything claimed and released so far; constructed for each decision."""
 
     __slots__ = ("_claimed", "_dropped", "_manager", "_promised_keys", "num_available")
 
@@ -26,7 +26,7 @@ class BlockForecast:
         self.num_available = manager.num_free_blocks
         self._claimed: set[int] = set()  # cached blocks that accepted contexts will share
         self._dropped: Counter[int] = Counter()  # holders that victims took away from a block
-        self._promised_keys: set[bytes] = set()  # blocks of text that somebody will compute
+        self._promised_keys: set[bytes] = set()  # blocks of text that a request will compute
 
     def needed_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
         """Blocks that the next step of ``request`` would take."""
@@ -46,7 +46,7 @@ class BlockForecast:
             self.promise([request])
 
     def release(self, request: LlmRequest) -> None:
-        """``request`` is paused and gives back what nobody else holds or counts on."""
+        """``request`` is paused and releases what no other request holds or counts on."""
         manager = self._manager
         if not manager.enable_reuse:
             self.num_available += manager.num_releasable_blocks(request.request_id)
@@ -67,7 +67,7 @@ class BlockForecast:
                     self._promised_keys.add(key)
 
     def is_beneficial_to_skip(self, request: LlmRequest) -> bool:
-        """True for a fresh context whose next missing block somebody else is about to compute.
+        """True for a fresh context whose next missing block another request is about to compute.
 
         One iteration later (or a few, if that context is cut) it can share the block instead of
         computing it again.

@@ -64,7 +64,7 @@ class ContextChunking:
         may follow its last chunk. What runs is at most ``capacity`` in all; None means unbounded.
         Contexts that all fit with their drafts run whole, except under FORCE_CHUNK, which always
         cuts. Otherwise a last chunk keeps the drafts that complete its unit, as far as there is
-        room. Where the first gets nothing, nobody does.
+        room. Where the first gets nothing, none does.
         """
         if self.policy == ContextChunkingPolicy.FORCE_CHUNK:
             sizes = self._force(lengths, capacity)
@@ -105,7 +105,7 @@ class ContextChunking:
         return capacity is None or sum(lengths) <= capacity
 
     def _first_come(self, lengths: Sequence[int], capacity: int | None) -> list[int]:
-        """The rest of each in turn; who is cut is cut at a whole unit."""
+        """The rest of each in turn; a chunk ends at a whole unit."""
         sizes = []
         for length in lengths:
             size = _least(length, self.max_context_length, capacity)
@@ -117,7 +117,7 @@ class ContextChunking:
         return sizes
 
     def _equal_progress(self, lengths: Sequence[int], capacity: int | None) -> list[int]:
-        """One unit each per round. Who is passed over once is so for good: room only shrinks."""
+        """One unit each per round. One that was skipped stays skipped: room only shrinks."""
         sizes = [0] * len(lengths)
         growing = list(range(len(lengths)))
         while growing:
@@ -203,7 +203,7 @@ class MicroBatchScheduler:
     ) -> tuple[list[LlmRequest], list[LlmRequest]]:
         """Return ``(context_requests, generation_requests)``; encoders are with the contexts.
 
-        The walk ends at the batch size or at the first request over the token budget, so nobody is
+        The walk ends at the batch size or at the first request over the token budget, so none is
         overtaken; a generation whose beam width differs from the first one's is passed over. With
         chunking, a context that gets no token this time still counts towards the batch size, and
         contexts that are not at their last chunk come first in the result. Then each part is in
@@ -255,7 +255,7 @@ class MicroBatchScheduler:
     def set_chunks(self, context: list[LlmRequest], num_other_tokens: int) -> list[LlmRequest]:
         """The contexts that run, cut to what ``num_other_tokens`` leave of the budget.
 
-        Nobody starts behind one that would start and gets nothing, however little it asks for:
+        None starts behind one that would start and gets nothing, however little it needs:
         beside a long prompt that is cut, short ones would pass the next long one without end. That
         is a departure from the published rule; less than a unit is left over.
         """

@@ -23,7 +23,7 @@ from inflight_scheduler.request import LlmRequest
 
 
 class Forecast(Protocol):
-    """The budgets of one resource during one decision; made anew for each."""
+    """The budgets of one resource during one decision; constructed for each."""
 
     @property
     def num_available(self) -> int:
@@ -170,7 +170,7 @@ class PeftPages:
         self.pages_of_task = pages_of_task
 
     def forecast(self) -> _PeftForecast:
-        """All pages, until somebody claims some."""
+        """All pages, until some are claimed."""
         return _PeftForecast(self)
 
     def needed_alone(self, request: LlmRequest) -> int:
@@ -207,7 +207,7 @@ class _PeftForecast:
 
 
 class Shortage(NamedTuple):
-    """What stops a request: how much it needs and what is left; ``resource`` None: KV blocks."""
+    """What a request lacks: how much it needs and what is free; ``resource`` None: KV blocks."""
 
     resource: Resource | None
     num_needed: int
@@ -283,7 +283,7 @@ class Budgets:
             forecast.release(request)
 
     def left(self) -> list[tuple[str, int]]:
-        """What is left of each by its name, "blocks" (of KV) first; negative if overdrawn."""
+        """What is free of each by its name, "blocks" (of KV) first; negative if overdrawn."""
         further = [(resource.name, forecast.num_available) for resource, forecast in self._further]
         return [("blocks", self.blocks.num_available), *further]
 
