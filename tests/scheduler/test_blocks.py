@@ -26,7 +26,7 @@ def test_double_drop_is_caught() -> None:
     pool = BlockPool(2)
     taken = pool.take(1)
     pool.drop(taken)
-    with pytest.raises(AssertionError, match="block 0 is dropped but nobody holds it"):
+    with pytest.raises(AssertionError, match="block 0 is dropped but has no holder"):
         pool.drop(taken)
 
 
