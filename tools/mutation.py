@@ -3,7 +3,7 @@
     python tools/mutation.py now.json scheduler/inflight_scheduler --tests tests/scheduler
     python tools/mutation.py before.json scheduler/inflight_scheduler --tests ../old/tests/scheduler
 
-Takes ``--count`` random faults (a comparison turned, a number off by one, ``and`` for ``or``, ...; the
+Takes ``--count`` random faults (a comparison turned, a number off by one, ``and`` for ``or``; the
 same for the same ``--seed``), puts each alone into a copy of the packages, and runs the tests that
 reach its line, the most specific first. A fault is *killed* if one of them fails. ``--tests`` may
 belong to another checkout, so two suites are compared on one product.
