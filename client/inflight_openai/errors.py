@@ -16,6 +16,7 @@ from inflight_client.errors import (
     ServerUnreachable,
     StreamInterrupted,
 )
+from inflight_protocol.sampling import SAMPLING_OPTIONS
 
 _logger = logging.getLogger(__name__)
 
@@ -31,10 +32,7 @@ _STATUS_TO_HTTP = {
 An error without a code comes from Triton itself: the model is not loaded, or its process died.
 """
 
-TENSOR_TO_FIELD = {
-    "runtime_top_k": "top_k",
-    "runtime_top_p": "top_p",
-    "random_seed": "seed",
+TENSOR_TO_FIELD = {tensor: field for field, tensor in SAMPLING_OPTIONS.items()} | {
     "min_length": "min_tokens",
     "request_output_len": "max_tokens",
     "stop_words": "stop",
@@ -42,7 +40,6 @@ TENSOR_TO_FIELD = {
     "bad_words": "bad_words",
     "include_stop_str_in_output": "include_stop_str_in_output",
     "skip_special_tokens": "skip_special_tokens",
-    "no_repeat_ngram_size": "no_repeat_ngram_size",
     "embedding_bias": "logit_bias",
     "num_return_sequences": "n",
     "return_log_probs": "logprobs",
@@ -50,10 +47,6 @@ TENSOR_TO_FIELD = {
     "guided_decoding_guide_type": "response_format",
     "guided_decoding_guide": "response_format",
     "input_ids": "prompt",
-    "temperature": "temperature",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
 }
 """Input tensor -> field of a request body."""
 

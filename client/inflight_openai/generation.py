@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from inflight_openai.chat import RESERVED, read_messages
 from inflight_openai.errors import (
-    TENSOR_TO_FIELD,
     ApiError,
     bad_field,
     checked_text,
@@ -40,6 +39,7 @@ from inflight_openai.schema import (
 )
 from inflight_openai.settings import MAX_PROMPTS, FrontSettings
 from inflight_protocol import aliases as penalties
+from inflight_protocol.sampling import SAMPLING_OPTIONS
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for completions; a chat has none."""
@@ -47,12 +47,14 @@ DEFAULT_COMPLETION_TOKENS = 16
 _MAX_REQUEST_ID = 128  # characters
 _THINKING_VARIABLES = ("enable_thinking", "thinking")  # of Qwen3's and GLM's templates; DeepSeek's
 
-_SAMPLING_TENSORS = (
-    *("temperature", "runtime_top_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "min_p", "runtime_top_k", "min_length", "no_repeat_ngram_size"),
-    *("stop_words", "bad_words", "cache_salt"),
-)
-"""With the values of their fields."""
+_FIELD_TO_TENSOR = {
+    **{field: tensor for field, tensor in SAMPLING_OPTIONS.items() if field != "seed"},
+    "min_tokens": "min_length",
+    "stop": "stop_words",
+    "bad_words": "bad_words",
+    "cache_salt": "cache_salt",
+}
+"""Fields whose value is the tensor's."""
 
 _LOWEST_TOP_P = 1e-6
 """Leaves the likeliest token, as OpenAI's 0 does; the server's 0 leaves all tokens."""
@@ -312,8 +314,8 @@ def _thinking(name: str, value: Any) -> dict[str, Any]:
 
 def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
     values: dict[str, Any] = {}
-    for tensor in _SAMPLING_TENSORS:
-        if (value := getattr(body, TENSOR_TO_FIELD.get(tensor, tensor))) is not None:
+    for field, tensor in _FIELD_TO_TENSOR.items():
+        if (value := getattr(body, field)) is not None:
             values[tensor] = value
     values |= penalties.to_wire(values)
     # OpenAI's default is to draw. Without any filter the server takes the likeliest token,

@@ -28,6 +28,7 @@ from pydantic import (
 
 from inflight_openai.errors import ApiError, bad_field, kind_of, unsupported
 from inflight_openai.settings import MAX_PROMPTS, MAX_STOP_STRINGS, MAX_TOP_LOG_PROBS
+from inflight_scheduler.sampling import SETTINGS
 
 _logger = logging.getLogger(__name__)
 
@@ -134,6 +135,16 @@ def _refused(
     return FieldGroup(origin, Action.REFUSED, note, every, neutral=neutral, inner=frozenset(inner))
 
 
+def _other_settings(*names: str) -> dict[str, Any]:
+    """Types of all sampling settings but ``names``, which have bounds of OpenAI's or of vLLM's."""
+    types = {}
+    for each in SETTINGS.values():
+        if each.option and each.option not in names:
+            kind = float if each.dtype == "FP32" else int
+            types[each.option] = Annotated[kind, Interval(ge=each.minimum, le=each.maximum)]
+    return types
+
+
 _OLLAMA_SIZES = (
     *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa"),
     *("low_vram", "use_mmap", "use_mlock"),
@@ -217,14 +228,14 @@ GROUPS: tuple[FieldGroup, ...] = (
         "as vLLM has them",
         "stop_token_ids",
         top_k=Annotated[int, Interval(ge=-1, le=INT32_MAX)],
-        min_p=_SHARE,
         min_tokens=_NATURAL,
         ignore_eos=bool,
-        repetition_penalty=Annotated[float, Interval(ge=1e-3, le=1e3)],
         bad_words=list[_TEXT],
-        no_repeat_ngram_size=_NATURAL,
         cache_salt=_TEXT,
         add_special_tokens=bool,
+        **_other_settings(
+            *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k")
+        ),
     ),
     _honoured(
         "vLLM",
