@@ -1,15 +1,22 @@
-"""Write figures and table of docs/reliability.md from reports and tests; ``--check`` compares."""
+"""Fill docs/reliability.md: figures of reports, and the tests of each case; ``--check`` compares.
+
+The cases are on the page; their numbers are stable, and a test claims one with
+``@pytest.mark.case(56, 57)``. A case about a feature that is not there says so in place of tests.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import reliability_figures
 from page import all_tests, marks, write_or_check
-from reliability_cases import SECTIONS, Case
 
 MARK = "<!-- the rest: python tools/write_reliability_docs.py -->"
+_ROW = re.compile(r"^\| (\d+) \| (.*?) \| (.*?) \|$", re.MULTILINE)
+_OPEN, _NOT_THERE = "**open**", "*not there: "
 
 
 def claims() -> dict[int, list[str]]:
@@ -21,43 +28,30 @@ def claims() -> dict[int, list[str]]:
     return found
 
 
-def render(tests: dict[int, list[str]]) -> str:
-    """The part of the page below the mark."""
-    all_cases = [case for section in SECTIONS for case in section.cases]
-    unknown = set(tests) - {case.number for case in all_cases}
-    if unknown:
+def render(old: str) -> str:
+    """The page with new figures and tests; ``ValueError`` if tests claim a case that it lacks."""
+    head, _, rest = old.partition(MARK)
+    cases, tests = rest.partition("## Cases\n")[2].partition("### ")[2], claims()
+    rows = {int(row[1]): row[3] for row in _ROW.finditer(cases)}
+    if unknown := set(tests) - set(rows):
         raise ValueError(f"tests claim the unknown cases {sorted(unknown)}")
-    num_tested = sum(case.number in tests for case in all_cases)
-    absent = [case for case in all_cases if case.absent and case.number not in tests]
-    open_ = [case for case in all_cases if not case.absent and case.number not in tests]
-    parts = [
-        f"{MARK}\n\n{reliability_figures.render()}\n## Cases\n",
-        f"{num_tested} of {len(all_cases)} cases have a test; {len(absent)} are about features "
-        f"that are not there; {len(open_)} are open.\n",
-    ]
-    for section in SECTIONS:
-        parts.append(f"### {section.title}\n\n| | case | test |\n| --- | --- | --- |")
-        parts += [_row(case, tests.get(case.number, [])) for case in section.cases]
-        parts.append("")
-    return "\n".join(parts)
+    num_absent = sum(
+        cell.startswith(_NOT_THERE) and number not in tests for number, cell in rows.items()
+    )
+    num_open = len(rows) - len(tests) - num_absent
+    counts = (
+        f"{len(tests)} of {len(rows)} cases have a test; {num_absent} are about features that are "
+        f"not there; {num_open} are open.\n"
+    )
+    filled = _ROW.sub(lambda row: _filled(row, tests), cases)
+    return f"{head}{MARK}\n\n{reliability_figures.render()}\n## Cases\n\n{counts}\n### {filled}"
 
 
-def page(old: str) -> str:
-    """The page with its table written anew; what stands above the mark is kept."""
-    return old.partition(MARK)[0] + render(claims())
-
-
-def _row(case: Case, tests: list[str]) -> str:
-    shown = "<br>".join(f"`{test}`" for test in tests)
-    if not shown:
-        shown = f"*not there: {case.absent}*" if case.absent else "**open**"
-    return f"| {case.number} | {case.text} | {shown} |"
-
-
-def main() -> int:
-    """Write the table, or with ``--check`` fail if it is not what the tests say."""
-    return write_or_check(__doc__, "reliability.md", page)
+def _filled(row: re.Match[str], tests: Mapping[int, Sequence[str]]) -> str:
+    number, text, cell = row.groups()
+    shown = "<br>".join(f"`{test}`" for test in tests.get(int(number), ()))
+    return f"| {number} | {text} | {shown or (cell if cell.startswith(_NOT_THERE) else _OPEN)} |"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__, "reliability.md", render))
