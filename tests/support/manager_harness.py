@@ -23,7 +23,7 @@ WAIT = 120.0  # for what takes milliseconds: a busy machine may not come to it f
 
 
 class GatedEngine(CountingEngine):
-    """WaitReasons before its first step until the test lets it go."""
+    """Waits before its first step until the test lets it go."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(before_step=self._wait, **options)
@@ -93,7 +93,7 @@ class Recorder:
 def running(
     recorder: Recorder,
     engine: StepEngine | Path | None = None,
-    policy: CapacitySchedulerPolicy = GUARANTEED,
+    policy: CapacitySchedulerPolicy | str = GUARANTEED,
     **options: Any,
 ) -> Iterator[GptManager]:
     params = options.pop("params", TrtGptModelOptionalParams(max_batch_size=8))

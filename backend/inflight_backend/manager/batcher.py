@@ -52,6 +52,7 @@ from inflight_scheduler import (
     WaitReason,
     explain,
     explain_left_out,
+    find_policy,
     refusal_reason,
 )
 
@@ -95,15 +96,20 @@ def effective_params(
 
 def effective_policy(
     model_type: TrtGptModelType,
-    policy: CapacitySchedulerPolicy,
+    policy: CapacitySchedulerPolicy | str,
     params: TrtGptModelOptionalParams,
-) -> CapacitySchedulerPolicy:
+) -> CapacitySchedulerPolicy | str:
     """``policy`` for in-flight batching; for V1 always STATIC_BATCH, which is what V1 means.
 
-    `ConfigurationError` for V1 with what would take its batches apart.
+    `ConfigurationError` for a name that is not registered, and for V1 with a setting that would
+    take its batches apart.
     """
+    try:
+        found = find_policy(policy)
+    except ValueError as error:
+        raise ConfigurationError(f"scheduler_policy: {error}") from None
     if model_type != TrtGptModelType.V1:
-        return policy
+        return found
     if params.enable_chunked_context:
         raise ConfigurationError(
             "enable_chunked_context is true, but gpt_model_type V1 computes contexts whole; "
@@ -192,7 +198,7 @@ class Batcher:
     def __init__(
         self,
         engine: StepEngine,
-        policy: CapacitySchedulerPolicy,
+        policy: CapacitySchedulerPolicy | str,
         params: TrtGptModelOptionalParams,
         max_beam_width: int = 1,
     ) -> None:

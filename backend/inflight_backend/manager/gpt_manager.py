@@ -226,8 +226,9 @@ class GptManager:
 
     ``model`` is a Hugging Face checkpoint folder (or an engine that is loaded already). The
     callbacks run on the worker thread, which starts at once. Use it as a context manager or call
-    `shutdown`. With ``model_type`` V1 the policy is STATIC_BATCH whatever ``scheduler_policy``
-    says, and streaming requests get one whole answer (see `static_batching`).
+    `shutdown`. ``scheduler_policy`` may be any name that `register_policy` knows. With
+    ``model_type`` V1 the policy is STATIC_BATCH whatever ``scheduler_policy`` says, and streaming
+    requests get one whole answer (see `batcher`).
 
     An id that `get_inference_requests_cb` returns while it is in flight is logged and not
     accepted: an error response would end the request that runs. ``terminate_req_id``: a request
@@ -245,7 +246,7 @@ class GptManager:
         model: str | Path | StepEngine,
         model_type: TrtGptModelType,
         max_beam_width: int,
-        scheduler_policy: CapacitySchedulerPolicy,
+        scheduler_policy: CapacitySchedulerPolicy | str,
         get_inference_requests_cb: GetInferenceRequestsCallback,
         send_response_cb: SendResponseCallback,
         poll_stop_signal_cb: PollStopSignalCallback | None = None,
@@ -336,8 +337,8 @@ class GptManager:
         return self._batcher.engine
 
     @property
-    def policy(self) -> CapacitySchedulerPolicy:
-        """The capacity policy in force."""
+    def policy(self) -> CapacitySchedulerPolicy | str:
+        """The capacity policy in force; one outside the Executor API by its name."""
         return self._batcher.policy
 
     def get_num_active_requests(self) -> int:
