@@ -14,8 +14,7 @@ from support.triton_stub import CountingEngine
 
 from inflight_backend.engine.interface import StepEngine
 from inflight_backend.manager.gpt_manager import GptManager
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
-from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
 

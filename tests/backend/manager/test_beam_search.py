@@ -22,8 +22,11 @@ from support.manager_harness import (
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.manager.parameters import (
+    KvCacheConfig,
+    OverlapScheduler,
+    TrtGptModelOptionalParams,
+)
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_recorder.replay import replay
 from inflight_recorder.storage import open_recording

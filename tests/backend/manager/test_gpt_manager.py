@@ -283,7 +283,7 @@ def test_request_that_ended_leaves_nothing_behind(end: str) -> None:
         assert (recorder.responses[1][-1][2] == "") == (end != "error"), recorder.responses
         assert not manager._rules
         assert not manager._stop_words._watched
-        assert not manager._deadlines._requests
+        assert not manager._deadlines._watched
         lengths = {"length": [(1, 20)], "stop": [(1, 5)], "error": []}
         assert manager.lengths.take() == lengths[end]
 

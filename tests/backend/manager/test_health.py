@@ -64,15 +64,15 @@ def test_response_that_cannot_be_built_ends_only_its_request(
     monkeypatch.setattr(gpt_manager, "make_tensors", make)
     recorder = Recorder()
     with running(recorder) as manager:
-        turn = manager._steps.turn
+        run_once = manager._steps.run_once
 
-        def losing_turn() -> StepOutcome:
-            outcome = turn()
+        def losing_run() -> StepOutcome:
+            outcome = run_once()
             lost = [r for r in outcome.advanced if r.request_id == 1 and r.num_tokens == 6]
             return dataclasses.replace(outcome, failed=lost)
 
         if is_step_lost:
-            monkeypatch.setattr(manager._steps, "turn", losing_turn)
+            monkeypatch.setattr(manager._steps, "run_once", losing_run)
         recorder.pending += [request(i, [100 * i], 20) for i in (1, 2)]
         recorder.wait_for_finals(1, 2)
         assert recorder.final_errors(1) == ["the response could not be built"]
@@ -206,7 +206,7 @@ def test_failing_rescue_leaves_the_loop_running(monkeypatch: pytest.MonkeyPatch)
             recorder.pending += [request(i, [1], 5, **values) for i in (1, 2)]
             recorder.wait_for_finals(1, 2)
         assert recorder.final_errors(1) == recorder.final_errors(2) == [LOOP_FAILED]
-        assert not manager._questions.ask(lambda: bool(manager._rules)).result(WAIT)
+        assert not manager._calls.call_soon(lambda: bool(manager._rules)).result(WAIT)
         assert_serves(recorder, manager)
 
 
@@ -235,7 +235,7 @@ def test_request_that_cannot_be_released_gets_its_token_and_one_final(
     assert not failures
     assert recorder.responses[1][2:] == [([103], False, ""), ([], True, LOOP_FAILED)]
     assert recorder.responses[2][2:] == [([], True, LOOP_FAILED)]
-    assert not manager._deadlines._requests, "neither is watched any more"
+    assert not manager._deadlines._watched, "neither is watched any more"
 
 
 def test_engine_that_fails_to_start_raises_and_leaves_no_thread() -> None:
@@ -327,9 +327,9 @@ def test_exception_in_the_rescue_is_logged(
     assert caplog.text.count("the rescue of the batch manager failed") == 1
     assert health.is_healthy
     for _ in range(MAX_FAILURES_IN_A_ROW):
-        health.failed()
+        health.note(is_completed=False, has_failed=True)
     assert not health.is_healthy
-    health.moved()
+    health.note(is_completed=True, has_failed=False)
     assert health.is_healthy
 
 
@@ -452,7 +452,7 @@ def test_watch_keeps_no_tokens_of_ended_requests() -> None:
         recorder, params=TrtGptModelOptionalParams(max_batch_size=8, max_run_seconds=7200.0)
     ) as manager:
         recorder.wait_for_finals(20)
-        assert (manager._deadlines._requests, manager._deadlines._numbers) == ({}, {})
+        assert manager._deadlines._watched == {}
         assert len(manager._deadlines._heap) == 20
 
 

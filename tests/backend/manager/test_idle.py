@@ -22,8 +22,7 @@ from inflight_backend.manager.gpt_manager import (
     IdleCheck,
     IdleWait,
 )
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
-from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
 from inflight_scheduler import BatchPlanner, BlockManager, LlmRequest
 from inflight_server.serve.settings import DEMO_MODEL
 
@@ -150,12 +149,12 @@ def test_compiled_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch, endles
         assert recorder.responses[1][-1][2] == ""
 
 
-REPAIRED = "they are made anew"
+REPAIRED = "they are rebuilt"
 
 
 def when_idle(manager: GptManager) -> Batcher:
     """The batcher of an idle loop, read on its thread between two turns."""
-    turns = [manager._questions.ask(lambda: manager._batcher).result(WAIT) for _ in range(3)]
+    turns = [manager._calls.call_soon(lambda: manager._batcher).result(WAIT) for _ in range(3)]
     return turns[-1]
 
 

@@ -21,8 +21,7 @@ from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.health import DeadlineWatch
 from inflight_backend.manager.logits_processors import ActiveProcessors
 from inflight_backend.manager.output_gatherer import OutputGatherer
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
-from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.stop_words import StopWordWatch
 from inflight_recorder.recorder import FlightRecorder
@@ -107,13 +106,13 @@ def assert_nothing_stays(manager: GptManager) -> None:
         assert not manager._rules
         assert manager._gatherer._gathered == {}
         assert manager._stop_words._watched == {}
-        assert (manager._deadlines._requests, manager._deadlines._numbers) == ({}, {})
+        assert manager._deadlines._watched == {}
         flight_recorder = manager._batcher.recorder
         assert flight_recorder._came_ns == {}
         assert flight_recorder._arrivals == []
         assert flight_recorder._searches == {}
 
-    manager._questions.ask(check).result(WAIT)
+    manager._calls.call_soon(check).result(WAIT)
 
 
 def what_stays_of(request_id: int, manager: GptManager) -> list[str]:

@@ -31,8 +31,11 @@ from inflight_backend.manager.logits_processors import (
     check_logits_processors,
     find_logits_processors,
 )
-from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.manager.parameters import (
+    KvCacheConfig,
+    OverlapScheduler,
+    TrtGptModelOptionalParams,
+)
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import PROCESSOR_FIELD
 from inflight_scheduler import TrtGptModelType

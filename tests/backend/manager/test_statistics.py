@@ -16,9 +16,8 @@ from support.manager_harness import (
 from support.triton_stub import CountingEngine
 
 from inflight_backend.engine.interface import MemoryUsage, StepOutputs
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
 from inflight_backend.manager.statistics import IterationStats
-from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.manager.wait_reasons import describe_load
 from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
 from inflight_protocol import METRICS

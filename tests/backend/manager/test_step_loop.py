@@ -21,8 +21,11 @@ from support.manager_harness import (
 from support.triton_stub import CountedStep, CountingEngine, LostStep
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.manager.parameters import (
+    KvCacheConfig,
+    OverlapScheduler,
+    TrtGptModelOptionalParams,
+)
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import PROCESSOR_FIELD
 from inflight_recorder.replay import replay

@@ -45,8 +45,12 @@ from support.user_schedulers import (
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.batcher import Batcher
-from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.manager.parameters import (
+    KvCacheConfig,
+    OverlapScheduler,
+    TrtGptModelOptionalParams,
+)
+from inflight_backend.manager.step_loop import make_steps
 from inflight_backend.manager.user_scheduler import find_scheduler_class
 from inflight_recorder.replay import replay
 from inflight_recorder.storage import RecordingReader, open_recording
@@ -246,11 +250,11 @@ def test_why_changes_no_context_size_after_a_refused_decision() -> None:
         batcher.recorder.arrived(new)
 
     def run_once() -> list[int]:
-        outcome = steps.turn()
+        outcome = steps.run_once()
         batcher.recorder.finish_iteration()
         return [len(chunk.tokens) for chunk in outcome.batch.context_chunks]
 
-    steps = batcher.make_steps()
+    steps = make_steps(batcher)
     assert run_once() == [4, 12], "only the default cuts"
     assert batcher.explain() == {}, "the default would run all three, the third in part"
     assert run_once() == [15]

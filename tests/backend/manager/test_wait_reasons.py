@@ -120,20 +120,20 @@ def test_why_of_several_requests_is_about_the_first_active_one() -> None:
 
 
 def test_calls_wait_for_the_loop_and_are_answered_in_order() -> None:
-    questions = LoopCalls(wake=lambda: None)
+    calls = LoopCalls(wake=lambda: None)
     seen: list[int] = []
-    futures = [questions.ask(partial(seen.append, number)) for number in range(3)]
+    futures = [calls.call_soon(partial(seen.append, number)) for number in range(3)]
     assert not any(future.done() for future in futures)
-    questions.answer()
+    calls.run_pending()
     assert all(future.done() for future in futures)
     assert seen == [0, 1, 2]
 
 
 def test_calls_after_the_close_run_on_the_calling_thread() -> None:
-    questions = LoopCalls(wake=lambda: None)
-    last = questions.ask(threading.get_ident)
-    questions.close()
-    assert last.result(0) == questions.ask(threading.get_ident).result(0)
+    calls = LoopCalls(wake=lambda: None)
+    last = calls.call_soon(threading.get_ident)
+    calls.close()
+    assert last.result(0) == calls.call_soon(threading.get_ident).result(0)
 
 
 @pytest.mark.parametrize("error", [ValueError(), SystemExit()])
@@ -142,8 +142,8 @@ def test_call_that_raises_fails_alone(error: BaseException) -> None:
         raise error
 
     with running(Recorder()) as manager:
-        assert manager._questions.ask(fail).exception(WAIT) is error
-        assert manager._questions.ask(lambda: 1).result(WAIT) == 1
+        assert manager._calls.call_soon(fail).exception(WAIT) is error
+        assert manager._calls.call_soon(lambda: 1).result(WAIT) == 1
 
 
 def test_cancelled_call_is_skipped() -> None:
@@ -162,10 +162,10 @@ def test_callback_of_a_call_that_raises_does_not_stop_the_others() -> None:
     def fail(_: object) -> None:
         raise SystemExit
 
-    questions = LoopCalls(wake=lambda: None)
-    futures = [questions.ask(lambda: 1) for _ in range(2)]
+    calls = LoopCalls(wake=lambda: None)
+    futures = [calls.call_soon(lambda: 1) for _ in range(2)]
     futures[0].add_done_callback(fail)
-    questions.answer()
+    calls.run_pending()
     assert [future.result(0) for future in futures] == [1, 1]
 
 
@@ -177,7 +177,7 @@ def test_calls_during_the_shutdown_are_answered(attempt: int) -> None:
 
         def ask() -> None:
             while not is_over.wait(0.0001):
-                futures.append(manager._questions.ask(lambda: 1))
+                futures.append(manager._calls.call_soon(lambda: 1))
 
         thread = threading.Thread(target=ask)
         thread.start()
