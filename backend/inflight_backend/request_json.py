@@ -1,4 +1,4 @@
-"""JSON objects that come with a request: small, each key once, and refused by the field's name."""
+"""JSON objects in a request: bounded, without duplicate keys; errors name the field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from inflight_backend.errors import InvalidRequest
 
 MAX_JSON_BYTES = 64 * 1024
-"""Size of a JSON object; a parser holds the interpreter lock until it has read all of it."""
+"""Largest JSON object; the parser holds the GIL until it has read all of it."""
 
 _MAX_SHOWN = 100
 
@@ -16,7 +16,7 @@ _MAX_SHOWN = 100
 def read_json_object(
     field: str, text: bytes | str, max_bytes: int = MAX_JSON_BYTES
 ) -> dict[str, Any]:
-    """The object that ``text`` is; `InvalidRequest` names ``field`` and what is wrong."""
+    """Parse ``text``; `InvalidRequest` names ``field`` and the problem."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(data) > max_bytes:
         raise InvalidRequest(f"'{field}' has {len(data)} bytes, more than {max_bytes}")
@@ -34,7 +34,7 @@ def read_json_object(
 
 
 class _DoubledKey(ValueError):
-    """Which of its values counts would be a matter of the parser."""
+    """Parsers differ in which of the values they keep."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

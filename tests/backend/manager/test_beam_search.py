@@ -341,7 +341,7 @@ def test_beam_width_of_the_server_is_bounded() -> None:
 
 @pytest.mark.contract("tensorrt_llm input", "beam_search_diversity_rate")
 def test_diversity_rate_changes_the_beams(folder: Path) -> None:
-    """One above all log probabilities: each step goes on from the last beam alone, so that the
+    """One above all log probabilities: each step continues the last beam only, so that the
     answers differ in their last token only."""
     case = Case(3, 6, has_end=False)
     rates = {0: 0.0, 1: 1e4}

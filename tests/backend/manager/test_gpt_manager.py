@@ -271,6 +271,7 @@ def test_request_that_ended_leaves_nothing_behind(end: str) -> None:
             return super().execute(batch)
 
     values: dict[str, Any] = {PROCESSOR_FIELD: "mine", "stop_words_list": [[900], [1]]}
+    values["return_perf_metrics"] = True
     recorder = Recorder([request(1, [100], 20, **values)])
     recorder.on_response = lambda request_id, is_final: (
         recorder.stops.add(1) if (end, len(recorder.tokens(1))) == ("stop", 5) else None
@@ -283,6 +284,7 @@ def test_request_that_ended_leaves_nothing_behind(end: str) -> None:
         assert (recorder.responses[1][-1][2] == "") == (end != "error"), recorder.responses
         assert not manager._rules
         assert not manager._stop_words._watched
+        assert not manager._gatherer._gathered
         assert not manager._deadlines._watched
         lengths = {"length": [(1, 20)], "stop": [(1, 5)], "error": []}
         assert manager.lengths.take() == lengths[end]

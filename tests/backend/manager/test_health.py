@@ -1,4 +1,4 @@
-"""Failures of steps and of the loop, and deadlines: who ends, and that the loop goes on."""
+"""Failures of steps and of the loop, and deadlines: which requests end, and that others run."""
 
 from __future__ import annotations
 

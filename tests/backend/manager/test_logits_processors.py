@@ -370,11 +370,11 @@ def test_failing_processor_ends_only_its_request(
 
 def test_unknown_processor_is_refused(engine: Engine) -> None:
     """The names of the others are not told."""
-    names = {1: "nobody", 2: "bad\n", 3: ""}
+    names = {1: "unknown", 2: "bad\n", 3: ""}
     recorder = Recorder([asking(i, [1, 2], 2, name) for i, name in names.items()])
     with running(recorder, engine, params=params_of(OverlapScheduler.OFF, {"bad": raises})):
         recorder.wait_for_finals(*names)
-    for i, shown in ((1, "'nobody'"), (2, "'bad\\n'")):
+    for i, shown in ((1, "'unknown'"), (2, "'bad\\n'")):
         error = recorder.responses[i][-1][2]
         assert error == (
             f"'{PROCESSOR_FIELD}' names {shown}, and this server has no logits processor "
