@@ -111,22 +111,14 @@ class LoopHealth:
     """Progress and failures of one loop; the loop's thread writes, any thread reads."""
 
     def __init__(self) -> None:
-        self._is_busy = False
-        self._num_moves = 0
+        self.is_busy = False
+        """True during a turn of the loop, and between two while a request is active."""
+        self.num_moves = 0
+        """Steps completed, requests ended and turns without active requests; while the loop
+        `is_busy` this must grow."""
         self._num_failures_in_a_row = 0
         self._num_rescues_in_a_row = 0
         self._is_recovering = self._is_device_lost = False
-
-    @property
-    def is_busy(self) -> bool:
-        """True during a turn of the loop, and between two while a request is active."""
-        return self._is_busy
-
-    @property
-    def num_moves(self) -> int:
-        """Steps completed, requests ended and turns without active requests; while the loop
-        `is_busy` this must grow."""
-        return self._num_moves
 
     @property
     def is_healthy(self) -> bool:
@@ -142,17 +134,17 @@ class LoopHealth:
 
     def iteration_begins(self) -> None:
         """A turn of the loop starts."""
-        self._is_busy = True
+        self.is_busy = True
 
     def iteration_ends(self, *, has_work: bool) -> None:
         """A turn ends; ``has_work``: requests are active."""
         if not has_work:
-            self._num_moves += 1
-            self._is_busy = False
+            self.num_moves += 1
+            self.is_busy = False
 
     def ended(self) -> None:
         """A request ended, with or without an error."""
-        self._num_moves += 1
+        self.num_moves += 1
 
     def note(self, *, is_completed: bool, has_failed: bool, is_device_lost: bool = False) -> None:
         """The result of one turn, which may complete one step and fail in the next.
@@ -160,7 +152,7 @@ class LoopHealth:
         Once the device is lost it stays so (see `means_lost_device`).
         """
         if is_completed:
-            self._num_moves += 1
+            self.num_moves += 1
             self._num_failures_in_a_row = self._num_rescues_in_a_row = 0
         self._num_failures_in_a_row += has_failed
         self._is_device_lost |= is_device_lost

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from inflight_backend.engine.interface import PendingStep, StepOutputs
 from inflight_backend.log import get_logger
@@ -97,10 +97,14 @@ class SyncSteps:
             lowest = min(tokens, default=0)
             return StepOutcome(batch, advanced, [], outputs, is_completed=True, lowest_token=lowest)
         except Exception as error:
-            _log_failure(batch)
-            self.has_lost_device |= means_lost_device(error)
+            self.note_failure(batch, error)
             batcher.recorder.failed()
             return StepOutcome(batch, failed=batcher.planner.discard(batch))
+
+    def note_failure(self, batch: ScheduledBatch, error: Exception) -> None:
+        """Log the failure of a step; call it while ``error`` is handled."""
+        _logger.exception("the step of iteration %d failed", batch.iteration)
+        self.has_lost_device |= means_lost_device(error)
 
 
 class OverlappedSteps:
@@ -110,8 +114,6 @@ class OverlappedSteps:
         self._batcher = batcher
         self._plain = SyncSteps(batcher)
         self._running: tuple[ScheduledBatch, PendingStep] | None = None
-        self._lowest_token = -1
-        self._has_lost_device = False
 
     @property
     def is_running(self) -> bool:
@@ -121,7 +123,7 @@ class OverlappedSteps:
     @property
     def has_lost_device(self) -> bool:
         """True once a step has failed because the device is lost."""
-        return self._has_lost_device or self._plain.has_lost_device
+        return self._plain.has_lost_device
 
     def abandon(self) -> None:
         """Wait for the running step and drop its tokens; the batcher cannot be used any more."""
@@ -136,75 +138,65 @@ class OverlappedSteps:
         No request is paused while a step runs: such a decision waits for the next turn. A step on
         whose tokens the next plan depends is read before that is scheduled.
         """
-        self._batcher.num_paused = 0  # in case nothing is scheduled
-        if self._batcher.wants_drafts:
-            return self._run_alone()
         batcher, before = self._batcher, self._running
-        failed: list[LlmRequest] = []
-        settled: list[LlmRequest] | None = None
+        batcher.num_paused = 0  # in case nothing is scheduled
+        if batcher.wants_drafts:
+            return self._run_alone()
+        outcome: StepOutcome | None = None
         if before is not None and batcher.planner.must_apply_first(before[0]):
             self._running = None
-            settled = self._apply(before, failed)
-            if failed or any(map(_has_ended, settled)):
+            outcome = self._apply(before)
+            if outcome.failed or any(map(_has_ended, outcome.advanced)):
                 # They hold their slots until the caller releases them.
                 batcher.recorder.settled(batcher.active)
-                outputs = None if failed else read_outputs(before[1])
-                return StepOutcome(_NO_BATCH, settled, failed, outputs, is_completed=not failed)
-        batch = batcher.schedule(may_pause=before is None or settled is not None)
+                return outcome
+        batch = batcher.schedule(may_pause=before is None or outcome is not None)
         self._running = None
         has_failed = False
         if not batch.is_empty:
             try:
-                batcher.prepare_sampling(batch, before if settled is None else None)
+                batcher.prepare_sampling(batch, before if outcome is None else None)
                 self._running = batch, batcher.engine.submit(batch)
                 batcher.planner.assume_step(batch)
             except Exception as error:
-                _log_failure(batch)
-                self._has_lost_device |= means_lost_device(error)
+                self._plain.note_failure(batch, error)
                 has_failed, self._running = True, None
-        advanced = self._apply(before, failed) if settled is None else settled
-        is_completed = before is not None and not failed
-        outputs = read_outputs(before[1]) if before is not None and is_completed else None
+        if outcome is None:
+            outcome = self._apply(before)
         if has_failed:
             batcher.recorder.failed()
-            failed += batcher.planner.discard(batch)
-        return StepOutcome(batch, advanced, failed, outputs, is_completed, self._lowest_token)
+            outcome.failed.extend(batcher.planner.discard(batch))
+        return replace(outcome, batch=batch)
 
     def _run_alone(self) -> StepOutcome:
         """Apply the running step, or else run one to its end."""
         before, self._running = self._running, None
         self._batcher.recorder.settled(self._batcher.active)
-        if before is None:
-            return self._plain.run_once()
-        failed: list[LlmRequest] = []
-        advanced = self._apply(before, failed)
-        outputs = None if failed else read_outputs(before[1])
-        return StepOutcome(_NO_BATCH, advanced, failed, outputs, is_completed=not failed)
+        return self._plain.run_once() if before is None else self._apply(before)
 
-    def _apply(
-        self, before: tuple[ScheduledBatch, PendingStep] | None, failed: list[LlmRequest]
-    ) -> list[LlmRequest]:
-        """The requests that got a token of the previous step; a lost one also fails the next."""
+    def _apply(self, before: tuple[ScheduledBatch, PendingStep] | None) -> StepOutcome:
+        """Read and apply the tokens of the previous step; if it is lost, the next one fails too."""
         if before is None:
-            return []
+            return StepOutcome(_NO_BATCH)
         batch, pending = before
-        planner = self._batcher.planner
+        planner, recorder = self._batcher.planner, self._batcher.recorder
         try:
-            tokens = pending.read()
-            self._lowest_token = min(tokens, default=0)
-            settled = planner.apply_tokens(batch, tokens, candidates_of(read_outputs(pending)))
+            tokens, outputs = pending.read(), read_outputs(pending)
+            advanced = planner.apply_tokens(batch, tokens, candidates_of(outputs))
             if planner.has_forgotten:
-                self._batcher.recorder.forgot()
-            return settled
+                recorder.forgot()
+            lowest = min(tokens, default=0)
+            return StepOutcome(
+                _NO_BATCH, advanced, [], outputs, is_completed=True, lowest_token=lowest
+            )
         except Exception as error:
-            _log_failure(batch)
-            self._has_lost_device |= means_lost_device(error)
-            self._batcher.recorder.lost()
-            failed += planner.discard(batch)
+            self._plain.note_failure(batch, error)
+            recorder.lost()
+            failed = planner.discard(batch)
             if self._running is not None:
                 failed += planner.discard(self._running[0])
                 self._running = None
-            return []
+            return StepOutcome(_NO_BATCH, failed=failed)
 
 
 def make_steps(batcher: Batcher) -> SyncSteps | OverlappedSteps:
@@ -226,7 +218,3 @@ def candidates_of(outputs: StepOutputs | None) -> Candidates:
 def _has_ended(request: LlmRequest) -> bool:
     """Finished, or without a token to continue from, which the caller answers with an error."""
     return request.is_finished or request.tokens[request.num_drawn_tokens - 1] < 0
-
-
-def _log_failure(batch: ScheduledBatch) -> None:
-    _logger.exception("the step of iteration %d failed", batch.iteration)

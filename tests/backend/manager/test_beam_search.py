@@ -166,6 +166,7 @@ def test_beams_equal_those_of_transformers_in_any_batch(
         assert max(s["Paused Requests"] for s in stats) > 0
 
 
+@pytest.mark.slow
 def test_beams_are_the_same_with_kernels_and_overlapped_loop(tmp_path: Path) -> None:
     """The kernels run in Triton's interpreter where there is no GPU."""
     shape: dict[str, Any] = {"head_dim": 16, "intermediate_size": 64, "num_hidden_layers": 1}
