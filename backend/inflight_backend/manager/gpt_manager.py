@@ -448,7 +448,7 @@ class GptManager:
         )
         self._gatherer.executed(outcome.advanced, outcome.outputs)
         self._stop_words.check()
-        for request in outcome.advanced if self._rules.processors else outcome.concerned:
+        for request in outcome.concerned:
             self._apply(request)
         for request in outcome.failed:
             if self._active.get(request.request_id) is request:  # else a later one has its id
@@ -525,8 +525,6 @@ class GptManager:
         if request.tokens[num_known - 1] == _NON_FINITE:
             reason = self._rules.why_no_token(request.request_id)
             self._end(request, RefusalText(reason) or NO_TOKEN)
-        elif error := self._rules.processors.error_of(request.request_id):
-            self._end(request, RefusalText(error))
         elif request.is_finished:
             self._end(request)
         elif request.is_streaming and num_known > request.orig_prompt_len + request.num_sent_tokens:

@@ -231,11 +231,6 @@ class ActiveProcessors:
         """Forget a request, with or without a processor."""
         self._chosen.pop(request_id, None)
 
-    def error_of(self, request_id: int) -> str:
-        """The error of a request's processor; empty if there was none."""
-        choice = self._chosen.get(request_id)
-        return "" if choice is None else choice.error
-
     def why_no_token(self, request_id: int) -> str:
         """Why no token could be sampled for a request; empty without a processor."""
         choice = self._chosen.get(request_id)

@@ -479,7 +479,7 @@ def test_deadlines_of_a_failed_request_do_not_end_the_next_with_its_id(clock: Cl
         recorder.wait_for_finals(1)
         assert recorder.responses[1][-1][2] == STEP_FAILED
         recorder.responses.clear()
-        again = request(1, [50], 100)
+        again = request(1, [50], 100, allotted_time_ms=int(4000 * LIMIT))
         recorder.on_response = lambda request_id, is_final: (
             setattr(clock, "ahead", LIMIT) if len(recorder.tokens(1)) == 1 else None
         )

@@ -368,6 +368,20 @@ def test_failing_processor_ends_only_its_request(
     assert recorder.stats[-1]["Used KV cache blocks"] == 0
 
 
+@BOTH_LOOPS
+def test_processor_that_fails_behind_the_last_token_fails_no_request(
+    folder: Path, engine: Engine, overlap: OverlapScheduler
+) -> None:
+    """In the overlapped loop it is called once more before the stop word is found."""
+    answer = oracle_tokens(folder, PROMPT, 6)
+    stop_words = [answer[1:3], [2, -1]]
+    recorder = Recorder([asking(1, PROMPT, 6, "late", stop_words_list=stop_words)])
+    with running(recorder, engine, params=params_of(overlap, {"late": late})):
+        recorder.wait_for_finals(1)
+    assert recorder.responses[1][-1][2] == ""
+    assert recorder.tokens(1) == answer[:3]
+
+
 def test_unknown_processor_is_refused(engine: Engine) -> None:
     """The names of the others are not told."""
     names = {1: "unknown", 2: "bad\n", 3: ""}
