@@ -1,4 +1,4 @@
-"""The exceptions. A message names the field and its bound, and says what to do."""
+"""The exceptions. A message names the field and its bound, and how to fix it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class InvalidRequest(ServingError):
 
 
 class UnsupportedRequest(InvalidRequest):
-    """The request asks for a feature that is known, but not there on this server."""
+    """The request asks for a known feature that this server does not have."""
 
 
 class RefusalText(str):
-    """The message of an `InvalidRequest` that was found after the request had been accepted."""
+    """The message of an `InvalidRequest` that was raised after the request was accepted."""
 
     __slots__ = ()
 
 
 class CapacityText(str):
-    """The message of a `CapacityExceeded` that was raised after the request had been accepted."""
+    """The message of a `CapacityExceeded` that was raised after the request was accepted."""
 
     __slots__ = ()
 

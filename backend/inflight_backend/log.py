@@ -1,8 +1,8 @@
 """Loggers that write types and frames of an exception, but not its message.
 
-An exception that is raised while a request is in hand may quote it: a tokenizer's panic holds the
-prompt. So the log gets the types and the frames. Every logger of this package is one of these, so
-that ``_logger.exception`` may be written anywhere.
+An exception raised while a request is processed may quote it: a tokenizer's panic holds the prompt.
+So the log gets types and frames. All loggers of this package come from here, so any code may call
+``_logger.exception``.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import logging
 import traceback
 
 _TELLING = frozenset({"MemoryError", "OutOfMemoryError", "AcceleratorError"})
-"""Types whose first line is written too: it is about the machine. (By name: two are torch's.)"""
+"""Types whose first line, about the machine, is also written. (By name: two are torch's.)"""
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger ``name``, which leaves out what exceptions say."""
+    """The logger ``name``, which leaves out the messages of exceptions."""
     logger = logging.getLogger(name)
     logger.addFilter(_leave_out_messages)
     return logger
 
 
 def _leave_out_messages(record: logging.LogRecord) -> bool:
-    """Put our text of the exception where formatters look for a text that is ready."""
+    """Put our text of the exception where formatters look for a cached one."""
     if record.exc_info and record.exc_info[1] is not None:
         error, record.exc_info = record.exc_info[1], None
         try:
@@ -33,7 +33,7 @@ def _leave_out_messages(record: logging.LogRecord) -> bool:
 
 
 def _describe(error: BaseException) -> str:
-    """Types and frames of an exception and of those it came from, the first cause first."""
+    """Types and frames of an exception and its causes, the first cause first."""
     chain: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in chain:

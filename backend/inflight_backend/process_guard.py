@@ -1,14 +1,13 @@
-"""Ends a model process when its launcher or its tritonserver dies, however that happens.
+"""Ends a model process when its launcher or its tritonserver dies, for any reason.
 
-A model process outlives a server that was killed, keeps its memory and ignores SIGTERM. Linux's
-parent-death signal cannot be used, since Triton forks from a thread that ends.
+A model process outlives a killed server, keeps its memory and ignores SIGTERM. Linux's parent-death
+signal cannot be used, since Triton forks from a thread that ends.
 
-Below `inflight serve` the kernel ends the process at once, in whatever code it is: the launcher
-keeps a FIFO for each model open for writing, and the model process, the reader, asks to be killed
-when anything happens to it. Nothing is ever written, so what happens is the launcher's death. No
-two models share a FIFO, since not every kernel hides from one reader that another has closed
-(Linux does). Without a launcher a thread waits for the death of tritonserver, or checks
-periodically where the kernel cannot tell.
+Under `inflight serve` the kernel ends the process at once, whatever it executes: the launcher keeps
+a FIFO for each model open for writing, and the model process, its reader, asks for SIGKILL at any
+event. Nothing is ever written, so the only event is the launcher's death. Models do not share a
+FIFO, since some kernels (not Linux) tell a reader that another one has closed it. Without a
+launcher a thread waits for the death of tritonserver, or polls where the kernel cannot report it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class DeathPipe:
     """The launcher's end, open until `close` or the end of this process."""
 
     def __init__(self, folder: Path, models: Iterable[str]) -> None:
-        """Make ``folder`` and in it the FIFO of each model; `OSError` where there can be none."""
+        """Make ``folder`` with a FIFO for each model; `OSError` if that fails."""
         self._folder = folder
         self._descriptors: list[int] = []
         try:
@@ -48,21 +47,21 @@ class DeathPipe:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a server must have in its environment for its models to find theirs."""
+        """The environment variable by which the models of a server find their FIFOs."""
         return {_VARIABLE: str(self._folder)}
 
     def close(self) -> None:
-        """Let go: the kernel kills every process that still holds on."""
+        """Close all FIFOs: the kernel kills their readers."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
 
 def die_with_launcher(model: str) -> None:
-    """As the process of ``model``, be killed when the launcher is gone, from now on; at once if it
-    is, never without one.
+    """Have this process, that of ``model``, killed when the launcher dies; at once if it is dead,
+    never without one.
 
-    Where the kernel does not do it (others than Linux's own lack a part of this), nothing happens:
-    who looks for its parent now and then is enough of a guard to load a model.
+    On a kernel without the feature (some that emulate Linux) nothing happens: polling for the
+    parent is enough.
     """
     if folder := os.environ.get(_VARIABLE):
         try:
@@ -74,7 +73,7 @@ def die_with_launcher(model: str) -> None:
 def _die_with(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:  # a later run has swept up after the launcher
+    except FileNotFoundError:  # a later run has removed the dead launcher's files
         os._exit(1)
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
@@ -83,19 +82,19 @@ def _die_with(path: Path) -> None:
         os.read(descriptor, 1)
     except BlockingIOError:  # the result while the other end is open
         return
-    os._exit(1)  # it died before we held on
+    os._exit(1)  # it died before F_SETFL
 
 
 _CHECK_SECONDS = 0.5
-_FLAGS = 6  # of the fields of /proc/PID/stat behind the name, which may hold anything
-_IS_EXITING = 0x4  # PF_EXITING: set when it begins to go, which takes it some 20 ms
+_FLAGS = 6  # among the fields of /proc/PID/stat behind the name
+_IS_EXITING = 0x4  # PF_EXITING, set about 20 ms before the process has exited
 _LONGEST_STAT = 1024
 
 _parent: _Parent | None = None
 
 
 class _Parent:
-    """The process that has started this one."""
+    """The process that started this one."""
 
     def __init__(self) -> None:
         self.pid = os.getppid()
@@ -103,7 +102,7 @@ class _Parent:
 
     @property
     def is_gone(self) -> bool:
-        """True from the moment at which it begins to exit; takes 5 us."""
+        """True as soon as it starts to exit; takes 5 us."""
         if os.getppid() != self.pid:
             return True
         try:
@@ -116,7 +115,7 @@ class _Parent:
 def exit_with_parent(model: str) -> None:
     """From now on end this process, that of ``model``, within 0.5 s of its parent's death.
 
-    The thread never ends, because a server may also die while the model loads or unloads.
+    The thread runs until then, because a server may also die while the model loads or unloads.
     """
     global _parent
     die_with_launcher(model)
@@ -125,20 +124,20 @@ def exit_with_parent(model: str) -> None:
 
 
 def leave_if_orphaned() -> None:
-    """End this process now if its parent is going.
+    """End this process now if its parent is exiting.
 
-    Comes before a call of Triton's that waits for the server with Python's lock: after its death no
-    Python code would ever run again, not even that which looks.
+    Call it before a function of Triton that waits for the server while it holds the GIL: if the
+    server died then, no Python code could run any more, including the watching thread.
     """
     if _parent is not None and _parent.is_gone:
         os._exit(1)
 
 
 def _watch(parent: _Parent) -> None:
-    with suppress(OSError):  # a kernel without this
+    with suppress(OSError):  # a kernel without pidfd
         end = select.poll()
         end.register(os.pidfd_open(parent.pid), select.POLLIN)
-        leave_if_orphaned()  # or it may be the end of another process
+        leave_if_orphaned()  # the pid may have been used again
         end.poll()
     while True:
         leave_if_orphaned()

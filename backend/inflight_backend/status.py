@@ -1,10 +1,10 @@
-"""The status file: how the model process tells the launcher what it is doing.
+"""The status file, by which the model process reports its state to the launcher.
 
-Triton knows only "ready" or not; the launcher wants a progress bar, the size of the KV pool and the
-end of a drain. The model writes one small JSON object, replaced atomically, so that a reader
-sees a whole status or the one before. The launcher polls it.
+Triton knows only "ready" or not; the launcher needs the progress of loading, the size of the KV
+pool and the end of a drain. The model writes one small JSON object, replaced atomically, so that a
+reader sees a whole status. The launcher polls it.
 
-What the launcher has to say is the appearance of empty files, for which a full disk has room.
+The launcher's signals to the model are empty files, which fit even on a full disk.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Literal, get_args
 from inflight_backend.log import get_logger
 
 Phase = Literal["loading", "ready", "failed", "unhealthy", "draining", "drained"]
-"""Chronological, except that ``failed`` may follow any other phase, and ``ready`` *unhealthy*; on
-the way out, from *draining* on, nothing is *ready* or *unhealthy* any more."""
+"""In order, except that *failed* may follow any other phase, and *ready* may follow *unhealthy*;
+after *draining* there is no *ready* or *unhealthy*."""
 
 PHASES: tuple[str, ...] = get_args(Phase)
 
@@ -34,7 +34,7 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """What was last reported: the phase, the process that reported it, and the phase's fields.
+    """The last report: the phase, the process that reported it, and the phase's fields.
 
     Fields by phase: *loading* ``loaded_bytes``, ``total_bytes`` (0: not known yet); *ready*
     ``model``, ``device``, ``dtype``, ``num_blocks``, ``tokens_per_block``, ``policy``,
@@ -47,10 +47,10 @@ class ModelStatus:
 
 
 class StatusWriter:
-    """Writes the status file; with an empty path it writes nothing. Safe to share among threads.
+    """Writes the status file; with an empty path it writes nothing. Thread-safe.
 
     A failing write is no error: serving matters more than reporting. The first of a row is logged.
-    A phase that may not follow the last one is passed over: who writes it did not know of that one.
+    A phase that may not follow the last one is ignored: its writer did not know of that one.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -60,16 +60,16 @@ class StatusWriter:
         self._is_failing = False
 
     def beat(self) -> None:
-        """Renew the time of the file: the process lives."""
+        """Update the time of the file, which shows that the process runs."""
         if self._path is not None:
             with suppress(OSError):
                 os.utime(self._path)
 
     @contextmanager
     def beating(self, period: float) -> Iterator[None]:
-        """Report *loading*, and beat from a thread of its own until the end of the ``with`` block.
+        """Report *loading*, and beat from a thread until the end of the ``with`` block.
 
-        Only so long: later who beats must be the one that sees whether anything moves.
+        Later beats come from the watchdog, which also checks for progress.
         """
         is_over = threading.Event()
 
@@ -112,7 +112,7 @@ class StatusWriter:
 
 
 def stop_file_of(drain_file: Path) -> Path:
-    """The file that appears beside ``drain_file`` when what still runs shall end."""
+    """The file beside ``drain_file`` that tells the model to end its running requests."""
     return drain_file.with_name(f"{drain_file.name}.stop")
 
 

@@ -32,7 +32,7 @@ _EXIT_SECONDS = 2.0  # for the last of its processes to be gone from /proc
 _INSIDE = Path(__file__).parent / "inside"  # what the model process may import
 _OURS = "connected to us"
 # What was lost and mended again, and what only our own bugs can cause.
-_REPAIRS = ("made anew", "the batch manager failed", "could not be read")
+_REPAIRS = ("they are rebuilt", "the batch manager failed", "could not be read")
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from msgspec import Meta, Struct, field
 from inflight_recorder.settings import ERROR, NOT_FINITE, RecordingError, Settings
 from inflight_scheduler.planning.active_requests import DEFAULT_PRIORITY_SPAN
 from inflight_scheduler.policies.micro_batch import ContextChunking, ContextChunkingPolicy
-from inflight_scheduler.policies.scheduler import CapacitySchedulerPolicy
+from inflight_scheduler.policies.scheduler import find_policy
 
 FORMAT_VERSION: Final = 2
 
@@ -193,7 +193,7 @@ class ChunkingRecord(_Record):
 class SettingsRecord(_Record):
     """`Settings` as a recording has them, with their bounds."""
 
-    policy: Literal["max_utilization", "guaranteed_no_evict", "static_batch"]
+    policy: Text
     num_blocks: Annotated[int, Meta(ge=1, le=MAX_NUM_BLOCKS)]
     tokens_per_block: Annotated[int, Meta(ge=1, le=2**16)]
     max_batch_size: Annotated[int, Meta(ge=1, le=MAX_NUM_REQUESTS)]
@@ -206,11 +206,14 @@ class SettingsRecord(_Record):
     priority_span: Annotated[float, Meta(ge=0)] = DEFAULT_PRIORITY_SPAN
     max_drafting_batch: Annotated[int, Meta(ge=0)] | None = None
 
+    def __post_init__(self) -> None:
+        find_policy(self.policy)  # an error if the recording server had one of its own
+
     @classmethod
     def of(cls, settings: Settings) -> SettingsRecord:
         """The record of ``settings``; `RecordingError` for numbers that no recording may have."""
         content = asdict(settings)
-        content["policy"] = settings.policy.name.lower()
+        content["policy"] = settings.policy_name
         if settings.chunking is not None:
             content["chunking"]["policy"] = settings.chunking.policy.name.lower()
         return convert(content, cls)
@@ -218,7 +221,7 @@ class SettingsRecord(_Record):
     def settings(self) -> Settings:
         """The way back; `RecordingError` for a chunking that contradicts itself."""
         content = msgspec.structs.asdict(self)
-        content["policy"] = CapacitySchedulerPolicy[self.policy.upper()]
+        content["policy"] = find_policy(self.policy)
         chunking = self.chunking
         if chunking is not None:
             policy = ContextChunkingPolicy[chunking.policy.upper()]

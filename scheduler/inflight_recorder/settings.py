@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 from inflight_scheduler.planning.active_requests import DEFAULT_PRIORITY_SPAN
 from inflight_scheduler.planning.planner import BatchPlanner
+from inflight_scheduler.policies.capacity import POLICIES, ReservingScheduler
 from inflight_scheduler.policies.check_decision import check_decision
 from inflight_scheduler.policies.micro_batch import ContextChunking
 from inflight_scheduler.policies.scheduler import (
     CapacitySchedulerPolicy,
     SimpleScheduler,
     make_scheduler,
+    policy_name,
 )
 from inflight_scheduler.request import LlmRequest
 
@@ -44,7 +46,7 @@ class Settings:
     guessed while at most so many are active; None if they never are.
     """
 
-    policy: CapacitySchedulerPolicy
+    policy: CapacitySchedulerPolicy | str
     num_blocks: int
     tokens_per_block: int
     max_batch_size: int
@@ -60,12 +62,17 @@ class Settings:
     @property
     def may_pause(self) -> bool:
         """True where a request may have to compute its text again."""
-        is_ours = self.scheduler_class is None
-        return not is_ours or self.policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        is_reserving = issubclass(POLICIES[self.policy_name], ReservingScheduler)
+        return self.scheduler_class is not None or not is_reserving
+
+    @property
+    def policy_name(self) -> str:
+        """The name under which the policy is registered."""
+        return policy_name(self.policy)
 
 
 def scheduler_of(
-    policy: CapacitySchedulerPolicy, settings: Settings, planner: BatchPlanner
+    policy: CapacitySchedulerPolicy | str, settings: Settings, planner: BatchPlanner
 ) -> SimpleScheduler:
     """Our scheduler for ``policy``, with the other settings.
 

@@ -354,7 +354,7 @@ def assign_tracks(lanes: Sequence[Lane]) -> list[int]:
 def title(timeline: Timeline) -> str:
     """One line that says what is shown."""
     settings = timeline.settings
-    scheduler = settings.scheduler_class or settings.policy.name.lower()
+    scheduler = settings.scheduler_class or settings.policy_name
     budget = "" if settings.max_num_tokens is None else f", {settings.max_num_tokens:,} tokens"
     return (
         f"{scheduler}: {count(len(timeline.lanes), 'request')}, "

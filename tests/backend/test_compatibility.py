@@ -1,14 +1,12 @@
-"""Nothing that a client of another backend sends is passed over: all that is refused, row by row.
+"""Whatever this server does not support is refused by name: the rows of docs/compatibility.md.
 
-The rows are those of docs/compatibility.md; who has no such tensor at all is asked on the real
-server (`e2e/test_model_repository.py`).
+Tensors that no model has are tested on the real server (`e2e/test_model_repository.py`).
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from write_compatibility_docs import absent
 import inflight_protocol as protocol
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.manager import gpt_manager
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams, parse_parameters
+from inflight_backend.manager.parameters import parse_parameters
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import RequestLimits, validate
 from inflight_backend.triton_io.outputs import choose_outputs
@@ -49,8 +47,8 @@ REFUSED_PARAMETERS = [spec for spec in protocol.PARAMETERS if not spec.is_honour
 
 @pytest.mark.contract("refusal", "input")
 @pytest.mark.parametrize("spec", REFUSED_INPUTS, ids=names_of(REFUSED_INPUTS))
-def test_every_refused_input_is_refused_by_name(spec: TensorSpec) -> None:
-    """Whatever it asks for, unless that is nothing."""
+def test_unsupported_input_is_refused_by_name(spec: TensorSpec) -> None:
+    """Whatever its value, unless that asks for nothing."""
     shape = (1, *(abs(length) for length in spec.dims))
     if spec.neutral == protocol.AT_MOST_ONE:
         shape = (1, 2)
@@ -67,8 +65,8 @@ def test_every_refused_input_is_refused_by_name(spec: TensorSpec) -> None:
 
 
 @pytest.mark.contract("refusal", "output")
-def test_every_refused_output_is_refused_by_name() -> None:
-    """Also beside outputs that are there, and those that only questions are answered with."""
+def test_unsupported_output_is_refused_by_name() -> None:
+    """Also beside supported outputs, and outputs that only answer questions."""
     refused = {spec.name for spec in protocol.OUTPUTS if not spec.is_honoured}
     for name in refused | {"stats", "why", "recording", "description"}:
         with pytest.raises(InvalidRequest, match=f"output '{name}' cannot be requested here"):
@@ -77,7 +75,7 @@ def test_every_refused_output_is_refused_by_name() -> None:
 
 @pytest.mark.contract("refusal", "parameter")
 @pytest.mark.parametrize("spec", REFUSED_PARAMETERS, ids=names_of(REFUSED_PARAMETERS))
-def test_every_refused_parameter_is_refused_by_name(spec: ParameterSpec) -> None:
+def test_unsupported_parameter_is_refused_by_name(spec: ParameterSpec) -> None:
     flipped = "false" if spec.default == "true" else "true"
     other = {"bool": flipped, "int": "17", "float": "0.125"}.get(spec.kind, "something")
     with pytest.raises(ConfigurationError, match=f"^{spec.name} .* is not supported, got"):
@@ -94,8 +92,8 @@ def test_unknown_settings_are_refused_by_name() -> None:
             parse_parameters({**MINIMAL, name: "x"})
 
 
-def test_what_fills_the_peers_templates_is_told_what_it_is_here() -> None:
-    """Not which of our settings looks most like it: like ``engine_dir`` looks ``tokenizer_dir``."""
+def test_settings_of_tensorrt_llms_templates_get_a_hint() -> None:
+    """The hint replaces the most similar setting: ``engine_dir`` looks like ``tokenizer_dir``."""
     for name, hint in TEMPLATE_HINTS.items():
         assert name not in protocol.PARAMETER_BY_NAME
         with pytest.raises(ConfigurationError) as caught:
@@ -105,52 +103,9 @@ def test_what_fills_the_peers_templates_is_told_what_it_is_here() -> None:
     assert known - {"TYPE_FP32", "tensorrt_llm"} <= set(protocol.PARAMETER_BY_NAME)
 
 
-@pytest.mark.contract(
-    "tensorrt_llm parameter",
-    "kv_cache_free_gpu_mem_fraction enable_kv_cache_reuse normalize_log_probs "
-    "guided_decoding_backend",
-)
-@pytest.mark.parametrize(
-    ("setting", "read", "texts"),
-    [
-        (
-            "enable_kv_cache_reuse",
-            lambda params: params.kv_cache_config.enable_block_reuse,
-            {"": True, "false": False},
-        ),
-        (
-            "kv_cache_free_gpu_mem_fraction",
-            lambda params: params.kv_cache_config.free_gpu_memory_fraction,
-            {"": 0.9, "0.25": 0.25},
-        ),
-        (
-            "normalize_log_probs",
-            lambda params: params.normalize_log_probs,
-            {"": False, "true": True},
-        ),
-        (
-            "out_of_vocabulary",
-            lambda params: params.out_of_vocabulary,
-            {"": "refuse", "fold": "fold"},
-        ),
-        (
-            "guided_decoding_backend",
-            lambda params: params.guided_decoding_config.backend,
-            {"": "auto", "none": "none", "llguidance": "llguidance"},
-        ),
-    ],
-)
-def test_settings_reach_the_batch_manager(
-    setting: str, read: Callable[[TrtGptModelOptionalParams], object], texts: dict[str, object]
-) -> None:
-    for text, value in texts.items():
-        parameters = parse_parameters({**MINIMAL, setting: text})
-        assert read(TrtGptModelOptionalParams.from_parameters(parameters)) == value
-
-
 @pytest.mark.contract("metric", "*")
 def test_metrics_are_set_from_the_statistics_the_contract_names() -> None:
-    """Value by value: two that change places would be two true numbers under wrong names."""
+    """Value by value: two swapped ones would be true numbers under wrong names."""
     families = [*protocol.METRICS, *protocol.V1_METRICS]
     own = (protocol.ERRORS, protocol.EVENTS, protocol.REUSE)
     ours = {(family.name, family.label, value) for family in own for value in family.values}
@@ -182,7 +137,7 @@ def test_settings_reach_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     server = Server(tmp_path, engine, exclude_input_in_output="true", **periods)
     try:
         assert ids_of(server.ask(input_ids=[1, 2], request_output_len=3)) == [3, 4, 5]
-        chores = server.model._periodic_tasks._tasks
-        assert [chore.period for chore in chores][:2] == [7.0, 9.0]
+        tasks = server.model._periodic_tasks._tasks
+        assert [task.period for task in tasks][:2] == [7.0, 9.0]
     finally:
         server.model.finalize()

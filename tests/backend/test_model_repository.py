@@ -27,9 +27,9 @@ from inflight_server.serve.repository import OPTIONAL_MODELS
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 
 
-def load(model: str) -> Any:
+def load(model: str, repository: Path = REPOSITORY) -> Any:
     """The parsed config.pbtxt of a model, the batch size filled as `inflight serve` does."""
-    text = (REPOSITORY / model / "config.pbtxt").read_text()
+    text = (repository / model / "config.pbtxt").read_text()
     filled = Template(text).safe_substitute(triton_max_batch_size="1", decoupled_mode="true")
     return text_format.Parse(filled, pb.ModelConfig())
 
@@ -58,7 +58,7 @@ def signature(tensor: Any) -> tuple[str, str, tuple[int, ...]]:
     "beam_width",
 )
 @pytest.mark.contract("ensemble output", "*")
-def test_the_committed_configs_are_those_that_the_tables_make(tmp_path: Path) -> None:
+def test_committed_configs_are_generated_from_the_tables(tmp_path: Path) -> None:
     """After a change of a table: ``python -m inflight_protocol.pbtxt``."""
     shutil.copytree(REPOSITORY, tmp_path, dirs_exist_ok=True)
     update_repository(tmp_path)
@@ -66,17 +66,12 @@ def test_the_committed_configs_are_those_that_the_tables_make(tmp_path: Path) ->
         assert (tmp_path / path.parent.name / path.name).read_text() == path.read_text()
 
 
-def test_a_new_row_of_a_table_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_row_of_a_table_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(REPOSITORY, tmp_path, dirs_exist_ok=True)
     new = TensorSpec("new", "FP32", (-1, 2), "a new input", is_ragged=True)
     monkeypatch.setattr(pbtxt, "INPUTS", (*INPUTS, new))
     update_repository(tmp_path)
-    config = text_format.Parse(
-        Template((tmp_path / LLM_MODEL_NAME / "config.pbtxt").read_text()).safe_substitute(
-            triton_max_batch_size="1", decoupled_mode="true"
-        ),
-        pb.ModelConfig(),
-    )
+    config = load(LLM_MODEL_NAME, tmp_path)
     tensor = config.input[-1]
     assert (tensor.name, tensor.data_type, list(tensor.dims)) == ("new", pb.TYPE_FP32, [-1, 2])
     assert tensor.optional
@@ -104,28 +99,16 @@ def test_ensemble_is_one_step_of_the_llm(ensemble: Any) -> None:
     assert dict(step.output_map) == {inner: name for name, inner in ENSEMBLE_OUTPUT_MAP.items()}
 
 
-def test_model_py_only_names_the_class_of_the_package() -> None:
-    source = (REPOSITORY / LLM_MODEL_NAME / "1" / "model.py").read_text()
-    assert len(source.splitlines()) <= 10
-    (statement,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
-    assert statement.module == "inflight_backend.triton.model"
-    assert [alias.name for alias in statement.names] == ["TritonPythonModel"]
-
-
-def test_ensemble_has_its_version_folder() -> None:
-    assert (REPOSITORY / ENSEMBLE_MODEL_NAME / "1").is_dir()
-
-
 @pytest.mark.contract("tensorrt_llm_bls input", "*")
 @pytest.mark.contract("tensorrt_llm_bls output", "*")
-def test_the_relay_has_the_tensors_of_the_ensemble(ensemble: Any) -> None:
+def test_relay_has_the_tensors_of_the_ensemble(ensemble: Any) -> None:
     relay = load("tensorrt_llm_bls")
     assert list(relay.input) == list(ensemble.input)
     assert list(relay.output) == list(ensemble.output)
     assert relay.model_transaction_policy.decoupled
 
 
-def test_the_front_of_vllms_shape_has_its_tensors_without_a_batch_dimension() -> None:
+def test_vllm_model_has_vllms_tensors_without_a_batch_dimension() -> None:
     """Names, types and dims are those of vllm_backend's `src/model.py`."""
     front = load("vllm_model")
     assert (front.max_batch_size, front.backend) == (0, "python")
@@ -147,10 +130,10 @@ def test_the_front_of_vllms_shape_has_its_tensors_without_a_batch_dimension() ->
     ]
 
 
-@pytest.mark.parametrize("model", OPTIONAL_MODELS)
-def test_the_other_models_only_name_a_class_of_the_package(model: str) -> None:
+@pytest.mark.parametrize("model", [LLM_MODEL_NAME, *OPTIONAL_MODELS])
+def test_model_py_only_imports_a_class_of_the_package(model: str) -> None:
     source = (REPOSITORY / model / "1" / "model.py").read_text()
     assert len(source.splitlines()) <= 10
     (statement,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
-    assert statement.module is not None
-    assert statement.module.startswith("inflight_backend.triton_models.")
+    assert (statement.module or "").startswith("inflight_backend.triton")
+    assert [alias.name for alias in statement.names] == ["TritonPythonModel"]

@@ -1,4 +1,4 @@
-"""Clients that leave, stare or crowd in: the server gives back everything and serves the others."""
+"""Clients that leave, do not read, or come in crowds: everything is freed, others are served."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stats_of(server: ServeProcess) -> dict[str, int]:
 def wait_for_active(
     server: ServeProcess, number: int, within: float = WAIT_SECONDS
 ) -> dict[str, int]:
-    """The first statistics that have so many active: a moment later another one may have come."""
+    """The first statistics with so many active requests."""
     deadline = time.monotonic() + within
     while (active := (stats := stats_of(server))["Active Request Count"]) != number:
         assert time.monotonic() < deadline, f"{active} active, not {number}, after {within} s"
@@ -52,16 +52,16 @@ def wait_for_active(
 
 @pytest.fixture(autouse=True)
 def nothing_left(server: ServeProcess) -> Iterator[None]:
-    """After each test everything is free again and the server serves."""
+    """After each test everything is free and the server answers."""
     yield
     stats = wait_for_active(server, 0)
     assert stats["Used KV cache blocks"] == 0
-    assert "Repairs" not in stats, "something was lost, and found again when nobody was active"
+    assert "Repairs" not in stats, "the idle check found blocks or slots that were not released"
     assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 30)), 30)
 
 
 def http_request(server: ServeProcess, action: str, max_tokens: int) -> socket.socket:
-    """A raw connection with a request on its way."""
+    """A raw connection with a running request."""
     body = json.dumps({"text_input": PROMPT, "max_tokens": max_tokens, "stream": True}).encode()
     if action == "generate":
         body = body.replace(b"true", b"false")
@@ -83,10 +83,10 @@ def reset(connection: socket.socket) -> None:
 
 @pytest.mark.case(68, 69)
 @pytest.mark.parametrize("leave", [reset, socket.socket.close])
-def test_a_connection_that_ends_in_mid_stream(
+def test_closed_connection_ends_its_stream(
     server: ServeProcess, leave: Callable[[socket.socket], None]
 ) -> None:
-    """To `tensorrt_llm`; Triton does not pass on through an ensemble that its client has gone."""
+    """To `tensorrt_llm`; an ensemble does not forward that its client has gone."""
     connection = http_request(server, "generate_stream", ENDLESS)
     received = b""
     while received.count(b"data:") < 5:
@@ -96,8 +96,8 @@ def test_a_connection_that_ends_in_mid_stream(
 
 
 @pytest.mark.case(70)
-def test_a_whole_answer_whose_client_left_runs_to_its_end(server: ServeProcess) -> None:
-    """Triton does not tell the model; the limits of the request do."""
+def test_answer_without_streaming_runs_to_its_end_without_its_client(server: ServeProcess) -> None:
+    """Triton does not tell the model; only the limits of the request end it."""
     connection = http_request(server, "generate", 300)
     wait_for_active(server, 1)
     reset(connection)
@@ -105,7 +105,7 @@ def test_a_whole_answer_whose_client_left_runs_to_its_end(server: ServeProcess) 
 
 
 @pytest.mark.case(67, 75)
-def test_cancels_at_every_phase(server: ServeProcess) -> None:
+def test_cancel_at_any_phase_frees_everything(server: ServeProcess) -> None:
     """Sixty calls, cancelled after nothing up to a tenth of a second; some had begun to answer."""
 
     async def call(client: AsyncInflightClient, seconds: float) -> None:
@@ -126,9 +126,9 @@ def test_cancels_at_every_phase(server: ServeProcess) -> None:
 
 
 @pytest.mark.case(72)
-def test_a_thousand_idle_streams(server: ServeProcess) -> None:
-    """Open gRPC streams on which nothing is asked, over ten connections; then each is used, before
-    any is closed: what a client had only queued would not be answered."""
+def test_thousand_idle_streams_do_not_block_others(server: ServeProcess) -> None:
+    """Open gRPC streams without requests, over ten connections; then each is used before any is
+    closed, since a client might only have queued them."""
     method = "/inference.GRPCInferenceService/ModelStreamInfer"
     channels = [
         grpc.insecure_channel(server.grpc_url, options=[("grpc.use_local_subchannel_pool", 1)])
@@ -155,7 +155,7 @@ def test_a_thousand_idle_streams(server: ServeProcess) -> None:
 
 
 class _Idle:
-    """The requests of a stream that sends none before it is told to."""
+    """The requests of a stream, which sends none until `ask`."""
 
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -177,7 +177,7 @@ class _Idle:
 
 @pytest.mark.case(121)
 def test_256_requests_at_once(server: ServeProcess) -> None:
-    num_tokens = 128  # so that the first one runs when the last one comes
+    num_tokens = 128  # so that the first one still runs when the last one arrives
 
     async def crowd() -> tuple[list[str], int]:
         async def one(number: int) -> str:
@@ -185,7 +185,7 @@ def test_256_requests_at_once(server: ServeProcess) -> None:
             return "".join([chunk.text async for chunk in client.stream(prompt, num_tokens)])
 
         async def most_active() -> int:
-            """The feed has every iteration, so none is missed."""
+            """From the feed, which has every iteration."""
             most = 0
             async for stats in client.stats(follow=True):
                 most = max(most, stats["Active Request Count"])
@@ -205,8 +205,10 @@ def test_256_requests_at_once(server: ServeProcess) -> None:
 
 
 @pytest.mark.case(71)
-def test_readers_that_never_read_hold_little_and_harm_nobody(server: ServeProcess) -> None:
-    """What the server keeps for them is bounded by the length of their answers."""
+def test_clients_that_never_read_hold_little_memory_and_block_no_other(
+    server: ServeProcess,
+) -> None:
+    """The memory they hold is bounded by the length of their answers."""
     pid = server.pid_of(TRITONSERVER)
     before = resident_mb(pid)
     connections = [http_request(server, "generate_stream", 400) for _ in range(20)]
@@ -228,8 +230,8 @@ def resident_mb(pid: int) -> float:
 @pytest.mark.slow
 @pytest.mark.case(71, 75)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_client_that_is_killed_or_frozen(server: ServeProcess, number: signal.Signals) -> None:
-    """A frozen one does not answer the keep-alive of the connection, 10 s at most."""
+def test_killed_or_frozen_client_is_cancelled(server: ServeProcess, number: signal.Signals) -> None:
+    """A frozen one does not answer the keep-alive, which takes 10 s at most."""
     code = (
         "import sys; from inflight_client import InflightClient;"
         "client = InflightClient(sys.argv[1]);"

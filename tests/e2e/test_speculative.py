@@ -13,10 +13,10 @@ pytestmark = pytest.mark.e2e
 SETTINGS = {"speculative_decoding_mode": "ngram", "max_draft_len": 6}
 
 
-def test_drafts_come_and_answers_stay(
+def test_drafts_are_accepted_and_change_no_answer(
     server: ServeProcess, serve: Callable[..., ServeProcess]
 ) -> None:
-    """The demo model counts, so its text has pairs that come again."""
+    """The demo model counts, so its text repeats pairs of tokens."""
     own = serve(settings=SETTINGS)
     values = {"text_input": "1 2 3 4 5 6 7 8 9 1 2 3", "max_tokens": 60, "temperature": 0.0}
     answers = [generate(each, "tensorrt_llm", **values)["text_output"] for each in (server, own)]

@@ -124,7 +124,7 @@ RECORD = msgspec.to_builtins(SettingsRecord.of(SETTINGS))
         (SettingsRecord, RECORD | {"num_blocks": 10**18}, "num_blocks: Expected `int` <= 4194304"),
         (SettingsRecord, RECORD | {"max_batch_size": 10**9}, "max_batch_size: Expected `int` <"),
         (SettingsRecord, RECORD | {"max_num_tokens": "many"}, "max_num_tokens: Expected `int | "),
-        (SettingsRecord, RECORD | {"policy": "best"}, "policy: Invalid enum value 'best'"),
+        (SettingsRecord, RECORD | {"policy": "best"}, "there is no capacity policy 'best'; known"),
         (SettingsRecord, RECORD | {"enable_reuse": 1}, "enable_reuse: Expected `bool`"),
         (SettingsRecord, RECORD | {"scheduler_class": "a:\0"}, "scheduler_class: Expected `str`"),
         (SettingsRecord, RECORD | {"priority_span": -1.0}, "priority_span: Expected `float` >= 0"),

@@ -1,12 +1,13 @@
-"""The sync and the asyncio client behind one face, so that one test holds both to the promise."""
+"""The sync and the asyncio client with one interface, so that each test runs both."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, closing
-from typing import Any, Protocol
+from typing import Any
 
 from inflight_client import AsyncInflightClient, GenerateChunk, GenerateResult, InflightClient
 from inflight_client.address import Protocol as Wire
@@ -14,39 +15,11 @@ from inflight_client.address import Protocol as Wire
 Prompt = str | Sequence[int]
 
 LONG = 5_000
-"""Tokens of an answer that nobody waits for the end of."""
+"""Tokens of an answer that no test reads to its end."""
 
 
-class Caller(Protocol):
-    """Every call opens a client, does one thing and closes it."""
-
-    def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> GenerateResult: ...
-
-    def generate_many(self, prompt: Prompt, **options: Any) -> list[GenerateResult]: ...
-
-    def stream(
-        self, prompt: Prompt, max_tokens: int, leave_after: int | None = None, **options: Any
-    ) -> list[GenerateChunk]: ...
-
-    def cancel_when(self, prompt: str, is_time: Callable[[], bool]) -> list[GenerateChunk]:
-        """Cancel a stream from the side once ``is_time``; what it has given until its end."""
-
-    def close_when(self, prompt: str, is_time: Callable[[], bool]) -> None:
-        """Read a stream whose client is closed from the side once ``is_time``."""
-
-    def stop(self, request_id: str) -> None: ...
-
-    def stats(self, count: int, follow: bool = True) -> list[dict[str, Any]]: ...
-
-    def why(self, request_id: str, **options: Any) -> dict[str, Any]: ...
-
-    def recording(self) -> str: ...
-
-    def health(self) -> bool: ...
-
-
-class _Connects:
-    """Keeps what a client is made with."""
+class Caller(ABC):
+    """Each call opens a client, does one thing and closes it."""
 
     def __init__(
         self,
@@ -62,17 +35,71 @@ class _Connects:
             "headers": headers,
         }
 
-
-class SyncCaller(_Connects):
-    """`InflightClient`."""
-
     def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> GenerateResult:
-        with InflightClient(**self._settings) as client:
-            return client.generate(prompt, max_tokens, **options)
+        result: GenerateResult = self._call("generate", prompt, max_tokens, **options)
+        return result
 
     def generate_many(self, prompt: Prompt, **options: Any) -> list[GenerateResult]:
+        results: list[GenerateResult] = self._call("generate_many", prompt, **options)
+        return results
+
+    def stop(self, request_id: str) -> None:
+        self._call("stop", request_id)
+
+    def why(self, request_id: str, **options: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = self._call("why", request_id, **options)
+        return answer
+
+    def recording(self) -> str:
+        return str(self._call("recording"))
+
+    def health(self) -> bool:
+        return bool(self._call("health"))
+
+    @abstractmethod
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any: ...
+
+    @abstractmethod
+    def stream(
+        self, prompt: Prompt, max_tokens: int, leave_after: int | None = None, **options: Any
+    ) -> list[GenerateChunk]: ...
+
+    @abstractmethod
+    def cancel_when(self, prompt: str, is_time: Callable[[], bool]) -> list[GenerateChunk]:
+        """Cancel a stream from another thread or task once ``is_time``; all its chunks."""
+
+    @abstractmethod
+    def close_when(self, prompt: str, is_time: Callable[[], bool]) -> None:
+        """Read a stream whose client another thread or task closes once ``is_time``."""
+
+    @abstractmethod
+    def stats(self, count: int, follow: bool = True) -> list[dict[str, Any]]: ...
+
+
+def _run_when(is_time: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
+    """A thread that acts once ``is_time``."""
+
+    def run() -> None:
+        while not is_time():
+            threading.Event().wait(0.01)
+        act()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+async def _wait_for(is_time: Callable[[], bool]) -> None:
+    while not is_time():
+        await asyncio.sleep(0.01)
+
+
+class SyncCaller(Caller):
+    """`InflightClient`."""
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         with InflightClient(**self._settings) as client:
-            return client.generate_many(prompt, **options)
+            return getattr(client, method)(*arguments, **options)
 
     def stream(
         self, prompt: Prompt, max_tokens: int, leave_after: int | None = None, **options: Any
@@ -88,37 +115,19 @@ class SyncCaller(_Connects):
     def cancel_when(self, prompt: str, is_time: Callable[[], bool]) -> list[GenerateChunk]:
         with InflightClient(**self._settings) as client:
             stream = client.stream(prompt, LONG)
-
-            def cancel() -> None:
-                while not is_time():
-                    threading.Event().wait(0.01)
-                stream.cancel()
-
-            thread = threading.Thread(target=cancel)
-            thread.start()
+            thread = _run_when(is_time, stream.cancel)
             chunks = list(stream)
             thread.join()
             return chunks
 
     def close_when(self, prompt: str, is_time: Callable[[], bool]) -> None:
         client = InflightClient(**self._settings)
-
-        def close() -> None:
-            while not is_time():
-                threading.Event().wait(0.01)
-            client.close()
-
-        thread = threading.Thread(target=close)
-        thread.start()
+        thread = _run_when(is_time, client.close)
         try:
             for _ in client.stream(prompt, LONG):
                 pass
         finally:
             thread.join()
-
-    def stop(self, request_id: str) -> None:
-        with InflightClient(**self._settings) as client:
-            client.stop(request_id)
 
     def stats(self, count: int, follow: bool = True) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -129,33 +138,14 @@ class SyncCaller(_Connects):
                     break
         return found
 
-    def why(self, request_id: str, **options: Any) -> dict[str, Any]:
-        with InflightClient(**self._settings) as client:
-            return client.why(request_id, **options)
 
-    def recording(self) -> str:
-        with InflightClient(**self._settings) as client:
-            return client.recording()
-
-    def health(self) -> bool:
-        with InflightClient(**self._settings) as client:
-            return client.health()
-
-
-class AsyncCaller(_Connects):
+class AsyncCaller(Caller):
     """`AsyncInflightClient`, in an event loop per call."""
 
-    def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> GenerateResult:
-        async def run() -> GenerateResult:
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        async def run() -> Any:
             async with AsyncInflightClient(**self._settings) as client:
-                return await client.generate(prompt, max_tokens, **options)
-
-        return asyncio.run(run())
-
-    def generate_many(self, prompt: Prompt, **options: Any) -> list[GenerateResult]:
-        async def run() -> list[GenerateResult]:
-            async with AsyncInflightClient(**self._settings) as client:
-                return await client.generate_many(prompt, **options)
+                return await getattr(client, method)(*arguments, **options)
 
         return asyncio.run(run())
 
@@ -182,8 +172,7 @@ class AsyncCaller(_Connects):
                 stream = client.stream(prompt, LONG)
 
                 async def cancel() -> None:
-                    while not is_time():
-                        await asyncio.sleep(0.01)
+                    await _wait_for(is_time)
                     await stream.cancel()
 
                 task = asyncio.create_task(cancel())
@@ -202,17 +191,9 @@ class AsyncCaller(_Connects):
                     pass
 
             task = asyncio.create_task(read())
-            while not is_time():
-                await asyncio.sleep(0.01)
+            await _wait_for(is_time)
             await client.close()
             await task
-
-        asyncio.run(run())
-
-    def stop(self, request_id: str) -> None:
-        async def run() -> None:
-            async with AsyncInflightClient(**self._settings) as client:
-                await client.stop(request_id)
 
         asyncio.run(run())
 
@@ -228,27 +209,6 @@ class AsyncCaller(_Connects):
                     if len(found) == count:
                         break
             return found
-
-        return asyncio.run(run())
-
-    def why(self, request_id: str, **options: Any) -> dict[str, Any]:
-        async def run() -> dict[str, Any]:
-            async with AsyncInflightClient(**self._settings) as client:
-                return await client.why(request_id, **options)
-
-        return asyncio.run(run())
-
-    def recording(self) -> str:
-        async def run() -> str:
-            async with AsyncInflightClient(**self._settings) as client:
-                return await client.recording()
-
-        return asyncio.run(run())
-
-    def health(self) -> bool:
-        async def run() -> bool:
-            async with AsyncInflightClient(**self._settings) as client:
-                return await client.health()
 
         return asyncio.run(run())
 

@@ -1,7 +1,7 @@
 """A fake engine that really reads its paged memory, and the model it runs.
 
-The model is a function of the whole text, which the engine can only know through the block tables
-it was given: a block given twice, freed too early or forgotten changes the tokens.
+The model is a function of the whole text, which the engine reads through its block tables: a block
+that was assigned twice, freed too early or lost changes the tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def tokens_alone(
     min_length: int,
     window_size: int | None = None,
 ) -> list[int]:
-    """What a request generates when nobody else is there."""
+    """What a request generates alone in the engine."""
     text = list(prompt)
     while len(text) < len(prompt) + max_new:
         text.append(look_back(text, end_id, len(prompt) + min_length, window_size))
@@ -45,8 +45,7 @@ def tokens_alone(
 def look_back(
     text: Sequence[int], end_id: int, min_end_position: int, window_size: int | None
 ) -> int:
-    """`draw` from the last ``window_size`` tokens; their number is not seen, only whether ends may
-    come."""
+    """`draw` from the last ``window_size`` tokens, and whether the end id is allowed yet."""
     seen = text if window_size is None else text[-window_size:]
     token = draw(seen, -1, 0)
     if token == end_id and len(text) < min_end_position:
@@ -69,7 +68,7 @@ def likely(
 
 
 def beams_alone(prompt: Sequence[int], search: BeamSearch, min_length: int) -> list[int]:
-    """Prompt and best answer of a search that nobody disturbs; ``search`` has ended then."""
+    """Prompt and best answer of a search that runs alone, up to the end of ``search``."""
     number, end_id = 2 * search.params.width, search.end_id
     texts = [list(prompt)]
     while True:
@@ -92,14 +91,14 @@ class SlotState:
     table: list[int] = field(default_factory=list)
     num_cached: int = 0
     last_token: int = EMPTY
-    is_open: bool = False  # drafts ran: how many of them count is not known here
+    is_open: bool = False  # drafts ran; the number of accepted ones is not known yet
 
 
 class FakeEngine:
-    """Executes batches with nothing but what they say.
+    """Executes batches from their content alone.
 
-    A cell holds a token and, as KV does, what came before it: a block that is reused behind
-    another text than its own is found out. With a window the blocks of a table are written in turn.
+    A cell holds a token and, as KV does, a hash of its prefix: a block that is reused behind
+    another prefix is detected. With a window the blocks of a table are written in turn.
     """
 
     def __init__(
@@ -122,12 +121,12 @@ class FakeEngine:
         for new in batch.new_blocks:
             table = self.slots[new.slot].table
             if self.slots[new.slot].setup.num_candidates and not table:
-                table += [EMPTY] * new.index  # what beams share comes with the first move
+                table += [EMPTY] * new.index  # shared blocks of beams come with the first move
             assert new.index == len(table), "a hole in a block table"
             table.append(new.block_id)
         for told in batch.verified:
             state = self.slots[told.slot]
-            assert state.is_open, "told what is known"
+            assert state.is_open, "verified twice"
             state.num_cached, state.last_token, state.is_open = told.num_cached, told.token, False
         drawn = []
         for chunk in batch.context_chunks:
@@ -145,7 +144,7 @@ class FakeEngine:
             state.num_cached = run.start
             drawn += self._run(state, run)
         for slot in batch.generation_slots:
-            assert not self.slots[slot].is_open, "nobody has told how many drafts were right"
+            assert not self.slots[slot].is_open, "the number of accepted drafts was not sent"
             self._write(self.slots[slot], (self.slots[slot].last_token,))
             drawn.append(self._draw(self.slots[slot]))
         return drawn

@@ -9,21 +9,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.triton_stub import CountingEngine
 
 from inflight_backend.engine.interface import StepEngine
 from inflight_backend.manager.gpt_manager import GptManager
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+BOTH_LOOPS = pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
+STEP_FAILED = "the engine failed while it ran this request"
+LOOP_FAILED = "the batch manager failed while it held this request"
 WAIT = 120.0  # for what takes milliseconds: a busy machine may not come to it for long
 
 
 class GatedEngine(CountingEngine):
-    """WaitReasons before its first step until the test lets it go."""
+    """Waits before its first step until the test lets it go."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(before_step=self._wait, **options)
@@ -33,6 +37,13 @@ class GatedEngine(CountingEngine):
     def _wait(self, batch: ScheduledBatch) -> None:
         self.has_begun.set()
         assert self.go_on.wait(WAIT)
+
+
+class EditingEngine(CountingEngine):
+    """Accepts logits processors, and does not run them."""
+
+    def edit_next(self, edits: object) -> None:
+        """There are no logits."""
 
 
 class Recorder:
@@ -81,6 +92,10 @@ class Recorder:
     def finals(self) -> set[int]:
         return {i for i, sent in self.responses.items() if sent[-1][1]}
 
+    def final_errors(self, request_id: int) -> list[str]:
+        """The error of each final response of a request: "" for an ordinary end."""
+        return [error for _, is_final, error in self.responses[request_id] if is_final]
+
     def wait_for_finals(self, *request_ids: int) -> None:
         with self.done:
             assert self.done.wait_for(lambda: self.finals() >= set(request_ids), WAIT)
@@ -93,7 +108,7 @@ class Recorder:
 def running(
     recorder: Recorder,
     engine: StepEngine | Path | None = None,
-    policy: CapacitySchedulerPolicy = GUARANTEED,
+    policy: CapacitySchedulerPolicy | str = GUARANTEED,
     **options: Any,
 ) -> Iterator[GptManager]:
     params = options.pop("params", TrtGptModelOptionalParams(max_batch_size=8))
@@ -122,3 +137,45 @@ def request(
     return InferenceRequest.from_tokens(
         request_id, prompt, num_new, is_streaming=streaming, **values
     )
+
+
+class Once:
+    """Raises ``error`` at the next call after `arm`; passes all others on to ``function``."""
+
+    def __init__(self, function: Callable[..., Any], error: BaseException) -> None:
+        self._function = function
+        self._error = error
+        self._is_armed = False
+
+    def arm(self) -> None:
+        self._is_armed = True
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self._is_armed:
+            self._is_armed = False
+            raise self._error
+        return self._function(*args, **options)
+
+
+def fail_once(owner: Any, name: str, error: BaseException) -> Once:
+    """Have a method of one object, which may have slots, raise ``error`` once `Once.arm`-ed."""
+    once = Once(getattr(owner, name), error)
+    cls = type(owner)
+
+    class Wrapped(cls):  # type: ignore[misc,valid-type]
+        __slots__ = ()
+
+    setattr(Wrapped, name, lambda self, *args, **options: once(*args, **options))
+    owner.__class__ = Wrapped
+    return once
+
+
+def assert_serves(recorder: Recorder, manager: GptManager, request_id: int = 99) -> None:
+    """A new request is answered in full, and then everything is free."""
+    recorder.pending.append(request(request_id, [500], 4))
+    manager.wake()
+    recorder.wait_for_finals(request_id)
+    assert recorder.tokens(request_id) == [501, 502, 503, 504]
+    assert manager.get_num_active_requests() == 0
+    assert manager._batcher.is_idle_and_intact()
+    assert manager.health.is_healthy

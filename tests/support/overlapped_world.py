@@ -1,7 +1,7 @@
-"""The world of `world` with a loop that plans a step while the one before it still runs.
+"""`World` with a loop that plans a step while the previous one still runs.
 
-The fake engine executes when a step is submitted, so steps run in order, as on a device; what it
-has drawn stays unread until the next step has been submitted.
+The fake engine executes when a step is submitted, so steps run in order, as on a device; its tokens
+stay unread until the next step has been submitted.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from inflight_scheduler import NO_CANDIDATES, Candidates, LlmRequest, ScheduledB
 
 
 class OverlappedWorld(World):
-    """`World.step` submits a step and reads the one before it."""
+    """`step` submits a step and reads the previous one."""
 
     running: tuple[ScheduledBatch, list[int]] | None = None
     candidates: Candidates = NO_CANDIDATES
     num_discarded_tokens = 0
 
     def step(self, decision: Decision | None = None) -> ScheduledBatch:
-        """Decide and submit, then settle the step before; nobody is paused while a step runs.
+        """Schedule and submit, then apply the previous step; no request is paused while one runs.
 
-        A step that says how the next one goes on is settled first.
+        A step on whose tokens the next plan depends is applied first.
         """
         settled = self.running
         if settled is not None and self.planner.must_apply_first(settled[0]):
@@ -43,14 +43,14 @@ class OverlappedWorld(World):
             self.check_invariants()
         if before is not None:
             self._settle(*before)
-            self.num_running += 1  # that step was on its way
+            self.num_running += 1  # that step was running
             self.check_invariants()
         elif settled is not None:
             self.num_running += 1
         return batch if before is None else before[0]
 
     def fail(self, *, is_running_lost: bool) -> list[LlmRequest]:
-        """The step that is planned now fails; so may the one that runs. Returns who was hurt."""
+        """The next step fails, and possibly the running one. Returns the failed requests."""
         lists = self.decide()
         batch = self.plan(([], [], []) if lists[2] else lists)
         hurt: list[LlmRequest] = []
@@ -72,7 +72,7 @@ class OverlappedWorld(World):
 
 
 class MixedWorld(OverlappedWorld):
-    """Changes between both loops: whenever somebody has drafts, as the server does, and by luck.
+    """Switches between both loops: when a request has drafts, as the server does, and at random.
 
     ``dice`` None: overlapped as far as possible.
     """
@@ -81,7 +81,7 @@ class MixedWorld(OverlappedWorld):
     num_alone = num_overlapped = 0
 
     def step(self, decision: Decision | None = None) -> ScheduledBatch:
-        """One of either loop; a step that runs alone comes after the end of the one before."""
+        """A step of either loop; one that runs alone starts after the previous one has ended."""
         by_luck = self.dice is not None and self.dice.random() < 0.3
         if self.active.num_with_drafts == 0 and not by_luck:
             self.num_overlapped += 1
@@ -94,7 +94,7 @@ class MixedWorld(OverlappedWorld):
         return batch
 
     def settle_running(self) -> None:
-        """Read the tokens of the step that runs, if one does."""
+        """Read the tokens of the running step, if there is one."""
         if self.running is not None:
             before, self.running = self.running, None
             self._settle(*before)

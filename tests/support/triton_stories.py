@@ -192,7 +192,7 @@ class Story:
                 request.run_deadline = time.monotonic()
                 manager._deadlines.add(request)
 
-        manager._questions.ask(expire)
+        manager._calls.call_soon(expire)
 
     def abandon(self) -> None:
         """What the watchdog does when nothing moves."""

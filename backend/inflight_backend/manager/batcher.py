@@ -1,11 +1,11 @@
 """One engine with its scheduler, blocks and slots, and the batching modes it runs in.
 
 V1 is request-level batching, the mode before in-flight batching: a batch is formed when nothing
-runs; all of it goes through its contexts in one step and then generates in lock-step, and no
-request joins until the last one has finished. That is the STATIC_BATCH capacity policy with whole
-contexts. Rules: contract of `GptManager`, `TrtGptModelType.V1`. TensorRT-LLM pads: a request that
-has finished keeps its row until the batch ends. Here that row is left out of the step, so padding
-costs nothing, and it is counted as `Empty Generation Slots`.
+runs; its contexts run in one step, then it generates in lock-step, and no request joins until the
+last one has finished. That is the STATIC_BATCH capacity policy with whole contexts. Rules: contract
+of `GptManager`, `TrtGptModelType.V1`. TensorRT-LLM pads: a request that has finished keeps its row
+until the batch ends. Here that row is left out of the step, so padding costs nothing, and it is
+counted as `Empty Generation Slots`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from inflight_backend.engine.interface import PendingStep, StepEngine, StepOutputs
 from inflight_backend.engine.memory_plan import check_pool
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.logits_processors import LogitsHooks
 from inflight_backend.manager.output_gatherer import OutputGatherer
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams, same_fields
 from inflight_backend.manager.statistics import IterationStats, StaticBatchStats
-from inflight_backend.manager.step_loop import OverlappedSteps, SyncSteps
 from inflight_backend.manager.user_scheduler import (
     Decision,
     GuardedScheduler,
@@ -52,24 +51,23 @@ from inflight_scheduler import (
     WaitReason,
     explain,
     explain_left_out,
+    find_policy,
     refusal_reason,
 )
 
 
 class StaticBatchTally:
-    """Remembers how large the running batch was when it was formed."""
-
-    __slots__ = ("_batch_size",)
+    """Remembers the size that the running batch had when it was formed."""
 
     def __init__(self) -> None:
         self._batch_size = 0
 
     def count(self, batch: ScheduledBatch, num_passed: int) -> StaticBatchStats:
-        """The numbers of ``batch``, the plan that comes after the one counted last.
+        """The numbers of ``batch``, the plan after the one counted last.
 
-        ``num_passed`` others generate and do not run in it, as those whose number of beams is
-        another one: their slots are not empty. An empty plan is none: the tokens of a step that
-        ran may have been waited for beside it.
+        ``num_passed`` more requests generate but do not run in it, as they have another beam width:
+        their slots are not empty. An empty plan keeps the size: its turn may have read the tokens
+        of a step that ran before.
         """
         if batch.is_empty:
             return StaticBatchStats()
@@ -84,8 +82,8 @@ class StaticBatchTally:
 def effective_params(
     model_type: TrtGptModelType, params: TrtGptModelOptionalParams | None
 ) -> TrtGptModelOptionalParams:
-    """What holds where nothing was said: V1 computes contexts whole, and so does the deterministic
-    mode, in which other chunks could be other numbers."""
+    """With the defaults that depend on other settings: V1 computes contexts whole, and so does the
+    deterministic mode, in which other chunks could give other numbers."""
     params = params or TrtGptModelOptionalParams()
     is_whole = model_type == TrtGptModelType.V1 or params.deterministic_mode
     if is_whole and params.enable_chunked_context is None:
@@ -95,15 +93,20 @@ def effective_params(
 
 def effective_policy(
     model_type: TrtGptModelType,
-    policy: CapacitySchedulerPolicy,
+    policy: CapacitySchedulerPolicy | str,
     params: TrtGptModelOptionalParams,
-) -> CapacitySchedulerPolicy:
+) -> CapacitySchedulerPolicy | str:
     """``policy`` for in-flight batching; for V1 always STATIC_BATCH, which is what V1 means.
 
-    `ConfigurationError` for V1 with what would take its batches apart.
+    `ConfigurationError` for a name that is not registered, and for V1 with a setting that would
+    take its batches apart.
     """
+    try:
+        found = find_policy(policy)
+    except ValueError as error:
+        raise ConfigurationError(f"scheduler_policy: {error}") from None
     if model_type != TrtGptModelType.V1:
-        return policy
+        return found
     if params.enable_chunked_context:
         raise ConfigurationError(
             "enable_chunked_context is true, but gpt_model_type V1 computes contexts whole; "
@@ -122,7 +125,7 @@ def effective_policy(
     return CapacitySchedulerPolicy.STATIC_BATCH
 
 
-_NOBODY: Decision = ([], [], [])
+_NO_REQUESTS: Decision = ([], [], [])
 _Loaded = TypeVar("_Loaded")
 
 
@@ -137,31 +140,21 @@ def load_engine(
     if not isinstance(model, str | Path):
         return model
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        # Read when torch first takes memory of a GPU: segments that grow leave no holes between
-        # steps of ever different sizes, beside a KV pool that has taken nearly all there is.
+        # Read when torch first allocates GPU memory. Segments that can grow avoid fragmentation by
+        # steps of many sizes beside a KV pool that takes nearly all of the memory.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     from inflight_backend.engine import Engine, EngineConfig  # torch: seconds to import
 
     kv_cache = params.kv_cache_config
-    config = EngineConfig(
-        device=params.device,
-        dtype=params.dtype,
-        max_batch_size=params.max_batch_size,
-        max_beam_width=max_beam_width,
-        max_num_tokens=params.max_num_tokens,
-        enable_chunked_context=params.enable_chunked_context is not False,
-        max_seq_len=params.max_seq_len,
-        tokens_per_block=kv_cache.tokens_per_block,
-        max_tokens_in_paged_kv_cache=kv_cache.max_tokens,
-        kv_cache_free_gpu_mem_fraction=kv_cache.free_gpu_memory_fraction,
-        kv_cache_dtype=kv_cache.dtype,
-        quantization=params.quantization,
-        attention_backend=params.attention_backend,
-        cuda_graph_mode=params.cuda_graph_mode,
-        cuda_graph_mixed_tokens=params.cuda_graph_mixed_tokens,
-        normalize_log_probs=params.normalize_log_probs,
-        deterministic_mode=params.deterministic_mode,
-    )
+    changes: dict[str, Any] = {
+        "max_beam_width": max_beam_width,
+        "enable_chunked_context": params.enable_chunked_context is not False,
+        "tokens_per_block": kv_cache.tokens_per_block,
+        "max_tokens_in_paged_kv_cache": kv_cache.max_tokens,
+        "kv_cache_free_gpu_mem_fraction": kv_cache.free_gpu_memory_fraction,
+        "kv_cache_dtype": kv_cache.dtype,
+    }
+    config = EngineConfig(**(same_fields(EngineConfig, params) | changes))
     engine = _on_new_thread(lambda: Engine.load(Path(model), config, on_progress))
     check_pool(Path(model), engine)
     return engine
@@ -169,14 +162,14 @@ def load_engine(
 
 def _on_new_thread(load: Callable[[], _Loaded]) -> _Loaded:
     """What ``load`` returns or raises. The thread ends before any step runs: OpenMP keeps helpers
-    for each thread that has computed, and where they outnumber the cores it passes over
-    ``GOMP_SPINCOUNT``: none of them waits a little for more work before it sleeps."""
+    for each thread that has computed, and if they outnumber the cores it ignores
+    ``GOMP_SPINCOUNT``: none of them spins for more work before it sleeps."""
     loaded: Future[_Loaded] = Future()
 
     def run() -> None:
         try:
             loaded.set_result(load())
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # raised by the thread that waits
             loaded.set_exception(error)
 
     thread = threading.Thread(target=run, name="load", daemon=True)
@@ -187,12 +180,12 @@ def _on_new_thread(load: Callable[[], _Loaded]) -> _Loaded:
 
 
 class Batcher:
-    """Decides and plans the steps of one engine. Its parts are public: they own their resource."""
+    """Schedules and plans the steps of one engine. Its parts are public; each owns a resource."""
 
     def __init__(
         self,
         engine: StepEngine,
-        policy: CapacitySchedulerPolicy,
+        policy: CapacitySchedulerPolicy | str,
         params: TrtGptModelOptionalParams,
         max_beam_width: int = 1,
     ) -> None:
@@ -202,10 +195,10 @@ class Batcher:
         self.policy = policy
         self._params = params
         self.num_paused = 0
-        self.num_passed = 0  # by the last plan: who generates and does not run
-        # Engines without it are asked for nothing but full blocks.
+        self.num_passed = 0  # requests that generate and are not in the last plan
+        # Engines without these attributes share full blocks only, return tokens only, and verify
+        # no drafts.
         self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
-        # Engines without it are asked for nothing but tokens.
         self._take_outputs: Callable[[], StepOutputs | None] | None = getattr(
             engine, "take_outputs", None
         )
@@ -221,11 +214,10 @@ class Batcher:
         self.planner = BatchPlanner(
             self.block_manager, params.max_batch_size, self.active, max_beam_width
         )
-        # Engines without it are asked for one token at a time.
         self._can_verify = getattr(engine, "supports_drafts", False)
         self._drafter = self._make_drafter(params)
         self._draft_tally = DraftTally()
-        self._is_overlapped = params.overlap_scheduler.is_on(engine)
+        self.is_overlapped = params.overlap_scheduler.is_on(engine)
         self._max_batch_size = params.max_batch_size
         self._chunking = self._make_chunking(params)
         self._settings = self._make_settings(params)
@@ -234,14 +226,10 @@ class Batcher:
         self.limits = self._make_limits(params)
         self.recorder = self._make_recorder(params)
 
-    def make_steps(self) -> SyncSteps | OverlappedSteps:
-        """The loop that the settings ask for, over this batcher."""
-        return OverlappedSteps(self) if self._is_overlapped else SyncSteps(self)
-
     def schedule(self, *, may_pause: bool = True) -> ScheduledBatch:
-        """Decide who runs, pause who must, and return the plan (empty if nobody can run).
+        """Schedule, pause requests if needed, and return the plan (empty if none can run).
 
-        With ``may_pause`` False nobody is paused: where somebody must be, nobody runs.
+        With ``may_pause`` False no request is paused: if one must be, none runs.
         """
         self.num_paused = 0
         if not self.active:
@@ -249,7 +237,7 @@ class Batcher:
         if self._drafter is not None:
             self._drafter.guess(self.active)
         lists = self._scheduler.schedule_request(self.active, ())
-        self._lists = _NOBODY if lists[2] and not may_pause else lists
+        self._lists = _NO_REQUESTS if lists[2] and not may_pause else lists
         context, generation, paused = self._lists
         self.num_paused = len(paused)
         is_by_default = isinstance(self._scheduler, GuardedScheduler) and (
@@ -266,7 +254,7 @@ class Batcher:
 
     @property
     def wants_drafts(self) -> bool:
-        """True when the next step may verify drafts, so that nothing can be planned beside it."""
+        """True when the next step may verify drafts, and so cannot overlap with another one."""
         return self.active.num_with_drafts > 0 or (
             self._drafter is not None and self._drafter.is_on(self.active)
         )
@@ -274,8 +262,8 @@ class Batcher:
     def prepare_sampling(
         self, batch: ScheduledBatch, before: tuple[ScheduledBatch, PendingStep] | None = None
     ) -> None:
-        """Have the engine follow the `LogitsHooks` of ``batch``, which it runs next, given
-        the step ``before`` it, whose tokens have not been read."""
+        """Have the engine apply the `LogitsHooks` to ``batch``, which it runs next; ``before``:
+        the previous step, if its tokens have not been read."""
         if self.rules:
             owners = self.planner.token_owners
             unread = None if before is None else (owners(before[0]), before[1])
@@ -283,11 +271,11 @@ class Batcher:
 
     @property
     def num_used_slots(self) -> int:
-        """Slots of the engine that somebody holds."""
+        """Slots of the engine that are in use."""
         return self._max_batch_size - self.planner.slots.num_free_slots
 
     def is_idle_and_free(self) -> bool:
-        """True when no request is active and, by their numbers, all blocks and slots are free."""
+        """True when no request is active, and free blocks and slots equal their totals."""
         return not (self.active or self.block_manager.num_used_blocks or self.num_used_slots)
 
     def is_idle_and_intact(self) -> bool:
@@ -302,8 +290,8 @@ class Batcher:
             return False
         return True
 
-    def rebuilt(self) -> Batcher:
-        """A batcher without a past on the same engine; a recording ends here."""
+    def rebuild(self) -> Batcher:
+        """A new batcher on the same engine; a recording to a file ends here."""
         self.recorder.close()
         params = replace(self._params, record_file=None)
         return Batcher(self.engine, self.policy, params, self.max_beam_width)
@@ -313,7 +301,6 @@ class Batcher:
         batch: ScheduledBatch,
         *,
         iteration: int,
-        num_paused: int,
         num_waiting: int,
         num_repairs: int,
         static_batch: StaticBatchStats | None,
@@ -328,7 +315,7 @@ class Batcher:
             num_scheduled_requests=num_context + num_generation,
             num_context_requests=num_context,
             num_generation_requests=num_generation,
-            num_paused_requests=num_paused,
+            num_paused_requests=self.num_paused,
             num_waiting_requests=num_waiting,
             num_repairs=num_repairs,
             num_context_tokens=batch.num_context_tokens,
@@ -342,13 +329,13 @@ class Batcher:
         )
 
     def take_outputs(self) -> StepOutputs | None:
-        """What the plan executed last brought beside tokens; None if no request asked."""
+        """The outputs of the last plan beside its tokens; None if no request asked for any."""
         return None if self._take_outputs is None else self._take_outputs()
 
     def explain(self) -> dict[int, WaitReason]:
-        """Why the active requests that would not run now do not, by id.
+        """Why active requests would not run now, by id.
 
-        A user's scheduler is not asked once more, it may count its calls: what it decided last is
+        A user's scheduler is not called again, as it may count its calls: its last decision is
         explained.
         """
         scheduler = self._scheduler
@@ -366,9 +353,9 @@ class Batcher:
         )
 
     def _explain_default(self, default: RequestScheduler) -> dict[int, WaitReason]:
-        """It decides to explain, and nothing stays of that: the user's would find other contexts.
+        """Explaining means deciding, which sets sizes of contexts; they are restored.
 
-        A replay, in which nobody asks, would find them as they were.
+        Otherwise the user's scheduler would find other sizes than in a replay.
         """
         contexts = [request for request in self.active if request.is_context_init_state]
         sizes = [(each.context_chunk_size, each.num_chunk_drafts) for each in contexts]
@@ -411,7 +398,7 @@ class Batcher:
             enable_reuse=self.block_manager.enable_reuse,
             may_copy_blocks=self._may_copy_blocks,
             scheduler_class=params.scheduler_class,
-            is_overlapped=self._is_overlapped,
+            is_overlapped=self.is_overlapped,
             priority_span=params.priority_span,
             max_drafting_batch=None
             if self._drafter is None
@@ -423,7 +410,7 @@ class Batcher:
         try:
             if params.record_file:
                 path = Path(params.record_file)
-                if path.exists() and not path.is_file():  # a FIFO would wait for who reads it
+                if path.exists() and not path.is_file():  # opening a FIFO blocks without a reader
                     raise ConfigurationError(f"record_file = '{path}' is no regular file")
                 rotate(path)
                 sink = RecordingFile(path)

@@ -5,23 +5,23 @@ The contract is that of TensorRT-LLM's batch manager (`docs/source/batch_manager
 
 Order of one iteration, and what each part may do:
 
-1. *get* new requests, at most as many as there is room for, and admit them (`RequestIntake`);
-   end those whose deadline has passed;
+1. *get* new requests, as many as fit, and admit them (`RequestIntake`); end those whose deadline
+   has passed;
 2. *schedule*: which requests hold cache, which run; pause, assign slots and blocks, make the plan;
 3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold
    (in the overlapped loop these are the tokens of the step before, see `step_loop`);
-4. *send* what was produced: only now, so that a final response finds everything free already;
-5. *poll stop signals*: named requests release all they hold, then get an ordinary final response;
+4. *send* what was produced: only now, so that everything is free before a final response;
+5. *poll stop signals*: these requests release all they hold, then get an ordinary final response;
 6. *return statistics*, unless nothing was active.
 
 A rejected request does not affect others; a failing step ends the requests of that step with an
 error; a failing callback is logged; an unexpected exception fails all requests and resets the loop.
 None of them stops the loop (see `LoopHealth`). Blocks or slots that are still held when no request
-is active would be lost for good, so `IdleCheck` compares the counts then.
+is active would stay lost, so `IdleCheck` compares the counts then.
 
-While idle the loop waits for `GptManager.wake` if the callbacks' owner promises to call it, and
-otherwise polls the callbacks at growing intervals. A wake-up is never lost: new requests are there
-before `wake`, and the loop looks for them after it has cleared the wake-up.
+While idle the loop waits for `GptManager.wake` if the owner of the callbacks promises to call it,
+and otherwise polls the callbacks at growing intervals. A wake-up is never lost: new requests are
+there before `wake`, and the loop asks for them after it has cleared the wake-up.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from inflight_backend.manager.statistics import (
     LengthHistograms,
     StaticBatchStats,
 )
+from inflight_backend.manager.step_loop import make_steps
 from inflight_backend.manager.wait_reasons import (
     LoopCalls,
     WaitReasons,
@@ -104,7 +105,7 @@ class CallbackGuard:
         except BaseException:
             if name not in self._failed:
                 self._failed.add(name)
-                _logger.exception("the %s callback failed (said once)", name)
+                _logger.exception("the %s callback failed (logged once)", name)
             return None
 
     def call_for_list(
@@ -112,7 +113,7 @@ class CallbackGuard:
     ) -> list[_Result]:
         """What a callback returns, as a list; empty if that is None or no collection.
 
-        If it fails on its way, as a generator may, what came before is kept.
+        If it is a generator that raises, the items before are kept.
         """
         items: list[_Result] = []
 
@@ -127,7 +128,7 @@ class CallbackGuard:
     def call_for_ids(
         self, name: str, callback: Callable[..., Iterable[object] | None]
     ) -> list[int]:
-        """The same for ids of requests; whatever is no integer, of Python or numpy, is logged."""
+        """The same for ids of requests; items that are no integers (also numpy's) are logged."""
         items = self.call_for_list(name, callback)
         for item in items:
             if not isinstance(item, Integral):
@@ -136,23 +137,22 @@ class CallbackGuard:
 
 
 FULL_SECONDS = 60.0
-"""So often, at most, are all books compared, which takes O(blocks); free places and blocks are
-counted every time."""
+"""Seconds between full checks, which take O(blocks); the counts are compared every time."""
 
 
 class IdleCheck:
-    """Knows when the loop comes to rest; of its thread."""
+    """Checks that everything is free when the loop becomes idle; used by the loop's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._is_due = False
         self._next_full = clock()
         self.num_repairs = 0
-        """How often a fault was found, and the books made anew."""
+        """How often something was not free, and the batcher was rebuilt."""
 
     def finds_fault(self, batcher: Batcher, *, is_running: bool) -> bool:
-        """Call it in every turn. True, with a line in the log, if nobody is active, no step
-        `is_running`, and yet not everything is free or the books do not agree."""
+        """Call it in every turn. True, with an error in the log, if no request is active, no step
+        `is_running`, and blocks or slots are held or the tables are inconsistent."""
         if is_running or batcher.active:
             self._is_due = True
             return False
@@ -166,8 +166,8 @@ class IdleCheck:
             return False
         self.num_repairs += 1
         _logger.error(
-            "with nobody active %d blocks and %d places are taken, or the books do not agree: "
-            "they are made anew",
+            "no request is active, but %d blocks and %d slots are held or the tables are "
+            "inconsistent: they are rebuilt",
             batcher.block_manager.num_used_blocks,
             batcher.num_used_slots,
         )
@@ -175,20 +175,20 @@ class IdleCheck:
 
 
 TURN_SECONDS = 5.0
-"""How long a loop that is woken for everything waits at most: its statistics have a time stamp, by
-which others see that it lives."""
+"""The longest wait of a loop that is woken for new requests: the time stamp of its statistics shows
+that it runs."""
 
 _FIRST_POLL_SECONDS = 0.005
 LAST_POLL_SECONDS = 0.05
-"""How long after the last time callbacks that wake nobody are asked again, at most."""
+"""The longest interval at which callbacks are polled."""
 
 
 class IdleWait:
-    """The wait of one loop, and what ends it."""
+    """Lets an idle loop wait until it is woken or must poll its callbacks."""
 
     def __init__(self, guard: CallbackGuard, poll_when_idle: Callable[[], bool]) -> None:
-        """``poll_when_idle``: may the callbacks have something new without a call of `wake`? One
-        that fails, in the hands of ``guard``, is taken for a yes."""
+        """``poll_when_idle``: True if the callbacks may return something new without a call of
+        `wake`; an exception, which ``guard`` logs, counts as True."""
         self._guard = guard
         self._poll_when_idle = poll_when_idle
         self._event = threading.Event()
@@ -199,9 +199,9 @@ class IdleWait:
         self._event.set()
 
     def after_turn(self, *, is_idle: bool, has_requests: bool) -> None:
-        """Wait for something to do, after a turn that found nothing.
+        """After a turn that did nothing, wait for something to do.
 
-        Not for long where the loop ``has_requests``: time alone may let them go on, or end them.
+        If the loop ``has_requests`` it polls: they may continue or expire by time alone.
         """
         if not is_idle:
             self._poll_seconds = _FIRST_POLL_SECONDS
@@ -217,7 +217,7 @@ class IdleWait:
         return self._guard.call("poll_when_idle", self._poll_when_idle) is not False
 
 
-_NON_FINITE = -1  # the engine's answer for a row whose logits are not numbers
+_NON_FINITE = -1  # the engine's token for a row without finite logits
 _NO_BATCH = ScheduledBatch(iteration=0)
 
 
@@ -226,16 +226,17 @@ class GptManager:
 
     ``model`` is a Hugging Face checkpoint folder (or an engine that is loaded already). The
     callbacks run on the worker thread, which starts at once. Use it as a context manager or call
-    `shutdown`. With ``model_type`` V1 the policy is STATIC_BATCH whatever ``scheduler_policy``
-    says, and streaming requests get one whole answer (see `static_batching`).
+    `shutdown`. ``scheduler_policy`` may be any name that `register_policy` knows. With
+    ``model_type`` V1 the policy is STATIC_BATCH whatever ``scheduler_policy`` says, and streaming
+    requests get one whole answer (see `batcher`).
 
     An id that `get_inference_requests_cb` returns while it is in flight is logged and not
-    accepted: an error response would end the request that runs. ``terminate_req_id``: a request
+    accepted: an error response would end the running request. ``terminate_req_id``: a request
     with this id ends the loop once everything in flight has finished.
 
-    ``poll_when_idle`` is asked when nothing is in flight: True, the default, has the callbacks
-    called again after 5 ms, then less and less often, every 50 ms at last; False waits for `wake`,
-    which must then follow each request and stop signal that a callback is to return.
+    ``poll_when_idle`` is called when nothing is in flight: True, the default, polls the callbacks
+    after 5 ms, then at growing intervals up to 50 ms; False waits for `wake`, which must then
+    follow each new request and stop signal.
 
     `ConfigurationError` or `CheckpointError` if a setting or the checkpoint cannot be served.
     """
@@ -245,7 +246,7 @@ class GptManager:
         model: str | Path | StepEngine,
         model_type: TrtGptModelType,
         max_beam_width: int,
-        scheduler_policy: CapacitySchedulerPolicy,
+        scheduler_policy: CapacitySchedulerPolicy | str,
         get_inference_requests_cb: GetInferenceRequestsCallback,
         send_response_cb: SendResponseCallback,
         poll_stop_signal_cb: PollStopSignalCallback | None = None,
@@ -293,7 +294,7 @@ class GptManager:
         self._poll_cb = poll_stop_signal_cb
         self._stats_cb = return_batch_manager_stats_cb
         self._terminate_req_id = terminate_req_id
-        self._steps = self._batcher.make_steps()
+        self._steps = make_steps(self._batcher)
         self._active = self._batcher.active
         self._deadlines = DeadlineWatch()
         self.health = LoopHealth()
@@ -305,14 +306,14 @@ class GptManager:
         self._batch, self._is_idle = _NO_BATCH, True
         self._guard = CallbackGuard()
         self._stats = self._measure()
-        self._questions = LoopCalls(self.wake)
+        self._calls = LoopCalls(self.wake)
         self._is_closing = False
         self._idle_wait = IdleWait(self._guard, poll_when_idle)
-        is_prepared = self._questions.ask(getattr(engine, "prepare_thread", lambda: None))
+        is_prepared = self._calls.call_soon(getattr(engine, "prepare_thread", lambda: None))
         self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
         self._thread.start()
         if is_prepared.exception() is not None:
-            self.shutdown()  # nobody else would
+            self.shutdown()
         is_prepared.result()
 
     def __enter__(self) -> GptManager:
@@ -323,11 +324,11 @@ class GptManager:
 
     @property
     def stats_json(self) -> str:
-        """The statistics of the last iteration; while idle, those of doing nothing."""
+        """The statistics of the last iteration; while idle, of an iteration without a step."""
         return self._stats.to_json()
 
     def describe_load(self) -> str:
-        """How full it is after the last iteration, for the text of a refusal; from any thread."""
+        """The load after the last iteration, for error messages; from any thread."""
         return describe_load(self._stats)
 
     @property
@@ -336,8 +337,8 @@ class GptManager:
         return self._batcher.engine
 
     @property
-    def policy(self) -> CapacitySchedulerPolicy:
-        """The capacity policy in force."""
+    def policy(self) -> CapacitySchedulerPolicy | str:
+        """The capacity policy in force; one outside the Executor API by its name."""
         return self._batcher.policy
 
     def get_num_active_requests(self) -> int:
@@ -345,16 +346,16 @@ class GptManager:
         return len(self._active) + len(self._intake)
 
     def wake(self) -> None:
-        """Ask for requests and stop signals now, also if nothing is in flight; from any thread."""
+        """Poll for requests and stop signals now, also while idle; from any thread."""
         self._idle_wait.wake()
 
     def why(self, *request_ids: int) -> Future[dict[str, Any]]:
-        """What the first of these that is active does, and why not run; from any thread."""
-        return self._questions.ask(lambda: describe_wait(self._batcher, *request_ids))
+        """The state of the first active one of these, and why it waits; from any thread."""
+        return self._calls.call_soon(lambda: describe_wait(self._batcher, *request_ids))
 
     def recording(self) -> Future[Iterator[str]]:
-        """The lines of what was decided lately (see `FlightRecorder`); from any thread."""
-        return self._questions.ask(self._batcher.recorder.lines)
+        """The recorded lines of recent iterations (see `FlightRecorder`); from any thread."""
+        return self._calls.call_soon(self._batcher.recorder.lines)
 
     def shutdown(self) -> None:
         """End the loop once no request is active, and wait for that."""
@@ -363,13 +364,13 @@ class GptManager:
         self.wait_until_terminate()
 
     def wait_until_terminate(self) -> None:
-        """Wait until the loop has ended, by `shutdown` or by the request that says so."""
+        """Wait until the loop has ended, by `shutdown` or by ``terminate_req_id``."""
         self._thread.join()
 
     # The loop. Everything below runs on the worker thread only.
 
     def _run(self) -> None:
-        self._questions.answer()  # the engine's own beginning, where it has one
+        self._calls.run_pending()  # the engine's `prepare_thread`, if it has one
         while True:
             self.health.iteration_begins()
             try:
@@ -377,7 +378,7 @@ class GptManager:
             except BaseException:  # our bug, or a callback that wants to end the thread
                 with self.health.recovering(self._iteration):
                     self._reset()
-            self._questions.answer()  # also of a loop that fails again and again
+            self._calls.run_pending()  # also if every iteration fails
             self.health.iteration_ends(has_work=bool(self._active))
             has_requests = self.get_num_active_requests() > 0
             if self._is_closing and not has_requests:
@@ -388,7 +389,7 @@ class GptManager:
             self._batcher.recorder.close()
             self._guide_service.close()
         finally:
-            self._questions.close()
+            self._calls.close()
 
     def _iterate(self) -> None:
         if not self._is_closing:
@@ -407,8 +408,8 @@ class GptManager:
             self._rebuild()
 
     def fetch_new_requests(self) -> None:
-        """Get new requests and take them in."""
-        room = max(self.max_num_requests - self.get_num_active_requests(), 0)  # below: no bound
+        """Get new requests and admit them."""
+        room = max(self.max_num_requests - self.get_num_active_requests(), 0)  # not "no bound"
         for request in self._guard.call_for_list("get_inference_requests", self._get_cb, room):
             is_request = isinstance(request, InferenceRequest)
             if is_request and request.request_id == self._terminate_req_id:
@@ -420,18 +421,18 @@ class GptManager:
         """End requests past a deadline; without any token that is an error with the reason."""
         if not (expired_requests := self._deadlines.take_expired()):
             return
-        waits = WaitReasons.of(self._batcher)  # before anybody makes room
+        waits = WaitReasons.of(self._batcher)  # before one of them frees its blocks
         for expired in expired_requests:
             request = expired.request
             if self._active.get(request.request_id) is not request:
-                continue  # both its deadlines have passed, and the first one ended it
+                continue  # its other deadline has ended it
             error = expiry_error(expired, waits)
             request.finish(FinishReason.TIMED_OUT)
             self._end(request, error)
 
     def step(self) -> None:
         """Schedule, execute, update; nothing when no request is active."""
-        outcome = self._steps.turn()
+        outcome = self._steps.run_once()
         self._batch = outcome.batch
         self.events.add("pause", self._batcher.num_paused)
         self._is_idle = self._batch.is_empty and not outcome.is_completed
@@ -440,29 +441,32 @@ class GptManager:
         if self._static_tally is not None:
             self._static_stats = self._static_tally.count(self._batch, self._batcher.num_passed)
         self._iteration += not self._batch.is_empty
-        self.health.note(is_completed=outcome.is_completed, has_failed=bool(outcome.failed))
-        self.health.note_device(is_lost=self._steps.has_lost_device)
+        self.health.note(
+            is_completed=outcome.is_completed,
+            has_failed=bool(outcome.failed),
+            is_device_lost=self._steps.has_lost_device,
+        )
         self._gatherer.executed(outcome.advanced, outcome.outputs)
         self._stop_words.check()
-        for request in outcome.advanced if self._rules.processors else outcome.concerned:
+        for request in outcome.concerned:
             self._apply(request)
         for request in outcome.failed:
-            if self._active.get(request.request_id) is request:  # else another may have its id
+            if self._active.get(request.request_id) is request:  # else a later one has its id
                 self._end(request, "the engine failed while it ran this request")
 
     def return_completed_requests(self) -> None:
-        """Send everything this iteration produced; all state of finished requests is free.
+        """Send all responses of this iteration; everything of finished requests is free.
 
-        Responses leave their list one by one: whatever is raised here, the others are still there.
+        Responses leave their list one by one, so an exception here loses no other response.
         """
         if any(each.is_final for each in self._responses):
-            self._stats = self._measure()  # before somebody hears of an end and looks
+            self._stats = self._measure()  # a client may read them after its final response
         while self._responses:
             response = self._responses.popleft()
             request, is_final, error = response.request, response.is_final, response.error
             try:
                 tensors = [] if error else make_tensors(request, is_final, self._gatherer)
-            except BaseException:  # this one ends with an error, the others get theirs
+            except BaseException:  # only this request ends with an error
                 _logger.exception("a response of request %d cannot be built", request.request_id)
                 self._end_instead(request, "the response could not be built")
                 continue
@@ -473,7 +477,7 @@ class GptManager:
             )
 
     def poll_stop_signals(self) -> None:
-        """End the requests named by the stop callback; unknown ids are passed over."""
+        """End the requests named by the stop callback; unknown ids are ignored."""
         if self._poll_cb is None:
             return
         for request_id in self._guard.call_for_ids("poll_stop_signal", self._poll_cb):
@@ -495,14 +499,14 @@ class GptManager:
     def _activate(
         self, request: InferenceRequest, llm_request: LlmRequest, guide: OwnGuide | None
     ) -> None:
-        """The one way in: everybody who works for a request knows it from now on, or nobody."""
+        """Make a request known to all parts of the manager, or to none."""
         try:
             if guide is not None:
                 self._rules.guides.add(request.request_id, *guide)
             self._rules.processors.add(request)
             self._active.add(llm_request)
             self._deadlines.add(llm_request)
-            if llm_request.beams is None:  # a search looks for them in every beam
+            if llm_request.beams is None:  # a beam search checks them in each beam
                 self._stop_words.add(llm_request, llm_request.stop_words)
             self._gatherer.add(llm_request, request.created_ns)
             self._batcher.recorder.arrived(llm_request, request.created_ns)
@@ -516,20 +520,18 @@ class GptManager:
             raise
 
     def _apply(self, request: LlmRequest) -> None:
-        """What one new token means for its request: a response, or the end."""
+        """Queue a response for a new token, or end its request."""
         num_known = request.num_drawn_tokens
         if request.tokens[num_known - 1] == _NON_FINITE:
             reason = self._rules.why_no_token(request.request_id)
             self._end(request, RefusalText(reason) or NO_TOKEN)
-        elif error := self._rules.processors.error_of(request.request_id):
-            self._end(request, RefusalText(error))
         elif request.is_finished:
             self._end(request)
         elif request.is_streaming and num_known > request.orig_prompt_len + request.num_sent_tokens:
             self._responses.append(QueuedResponse(request, is_final=False))
 
     def _end(self, request: LlmRequest, error: str = "") -> None:
-        """The one way out: release everything, then queue the one final response."""
+        """Release everything of a request, then queue its final response."""
         self._rules.discard(request.request_id)
         self._batcher.planner.release(request)
         if self._active.remove(request):
@@ -542,45 +544,44 @@ class GptManager:
             self._batcher.recorder.ended(request, error)
 
     def _end_instead(self, request: LlmRequest, error: str) -> None:
-        """End a request with ``error`` in place of the responses that it was still to get."""
+        """Replace the queued responses of a request by a final one with ``error``."""
         self._responses = deque(each for each in self._responses if each.request is not request)
         if self._active.get(request.request_id) is request:
             self._end(request, error)
-        else:  # it holds nothing any more; what could not be built was its final response
+        else:  # it was released already: this replaces its final response
             self._responses.append(QueuedResponse(request, is_final=True, error=error))
 
     def _measure(self) -> IterationStats:
         return self._batcher.measure(
             self._batch,
             iteration=self._iteration,
-            num_paused=self._batcher.num_paused,
             num_waiting=self._num_waiting,
             num_repairs=self._idle_check.num_repairs,
             static_batch=self._static_stats,
         )
 
     def _reset(self) -> None:
-        """Everyone in flight hears of a failure; what it may have spoilt is made anew."""
+        """End all requests with an error; rebuild the batcher if it may be damaged."""
         self._batch, self._is_idle = _NO_BATCH, True
         try:
             self._end_all("the batch manager failed while it held this request")
         finally:
             self._steps.abandon()
-            # A step that has begun: who knows how far it came, and no recording can tell.
+            # It is unknown how far a step came that had begun, also to the recording.
             is_intact = self._batcher.is_idle_and_intact() and self._batcher.planner.is_at_rest
             if self.health.has_failed_again or not is_intact:
                 self._rebuild()
 
     def _rebuild(self) -> None:
-        """Begin with new books of blocks and places; nobody is active, no step runs."""
-        self._batcher = self._batcher.rebuilt()
-        self._batcher.rules = self._rules  # of nobody now
-        self._steps, self._active = self._batcher.make_steps(), self._batcher.active
+        """Replace the batcher by one with free blocks and slots; no request or step is active."""
+        self._batcher = self._batcher.rebuild()
+        self._batcher.rules = self._rules
+        self._steps, self._active = make_steps(self._batcher), self._batcher.active
         self._gatherer, self._stop_words = self._batcher.gatherer, StopWordWatch()
         self._deadlines = DeadlineWatch()
 
     def _end_all(self, error: str) -> None:
-        """Everyone in flight gets an error final, even if giving back what they hold fails too."""
+        """All requests in flight get a final response with ``error``, even if a release fails."""
         self._intake.end_waiting(error)
         requests = list(self._active)
         for request in requests:
@@ -588,10 +589,11 @@ class GptManager:
                 self._end(request, error)
             except BaseException:
                 _logger.exception("request %d could not release all it held", request.request_id)
-        told = {each.request.request_id for each in self._responses if each.is_final}
-        untold = [request for request in requests if request.request_id not in told]
+        have_final = {each.request.request_id for each in self._responses if each.is_final}
         self._responses += [
-            QueuedResponse(request, is_final=True, error=error) for request in untold
+            QueuedResponse(request, is_final=True, error=error)
+            for request in requests
+            if request.request_id not in have_final
         ]
         self._batcher.recorder.finish_iteration()
         self.return_completed_requests()

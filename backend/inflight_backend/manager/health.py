@@ -1,8 +1,8 @@
 """Progress of the loop and deadlines of requests.
 
-Being alive is not enough: a server can answer "ready" while no token moves. So the loop writes
-whether it has work, counts what it gets done, and counts consecutive failures; the watchdog reads
-that. An idle loop counts as healthy. Each request has up to two deadlines, watched in O(log n).
+A server can answer "ready" while no token is produced. So the loop reports whether it has work,
+counts its progress and its consecutive failures; the watchdog reads that. An idle loop counts as
+healthy. Each request has up to two deadlines, watched in O(log n).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight_scheduler import LlmRequest
 
 _MIN_CLEAN = 1024  # entries before a look for those of requests that have ended
 
-_Entry = tuple[float, int, bool]  # when, the number of the request, is it that of the queue
+_Entry = tuple[float, int, int, bool]  # deadline, number, request id, is of the queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,75 +35,73 @@ class Expired:
 class DeadlineWatch:
     """Owner of the deadlines of the active requests.
 
-    A request counts as ended once it has left `ActiveRequests`, its ``tracker``. Of one that was
-    forgotten two numbers stay for a while, not its tokens: those of a thousand may be gigabytes.
+    A request counts as ended once it has left `ActiveRequests`, its ``tracker``. Entries of ended
+    requests stay in the heap for a while and so hold no tokens: those may be gigabytes.
     """
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
-        self._requests: dict[int, LlmRequest] = {}  # by number: an id may come again
-        self._numbers: dict[int, int] = {}  # by id
+        self._watched: dict[int, tuple[int, LlmRequest]] = {}  # by id, which may be used again
         self._count = itertools.count()
         self._clean_at = _MIN_CLEAN
 
     def add(self, request: LlmRequest) -> None:
-        """Watch an active request; it costs nothing if it has no deadline."""
+        """Watch an active request, if it has a deadline."""
         if request.queue_deadline is None and request.run_deadline is None:
             return
         if len(self._heap) >= self._clean_at:
-            self._heap = [entry for entry in self._heap if self._is_active(entry[1])]
+            self._heap = [each for each in self._heap if self._find(each[1], each[2])]
             heapq.heapify(self._heap)
             self._clean_at = max(_MIN_CLEAN, 2 * len(self._heap))
-        number = self._numbers[request.request_id] = next(self._count)
-        self._requests[number] = request
+        number, request_id = next(self._count), request.request_id
+        self._watched[request_id] = number, request
         if request.queue_deadline is not None:
-            heapq.heappush(self._heap, (request.queue_deadline, number, True))
+            heapq.heappush(self._heap, (request.queue_deadline, number, request_id, True))
         if request.run_deadline is not None:
-            heapq.heappush(self._heap, (request.run_deadline, number, False))
+            heapq.heappush(self._heap, (request.run_deadline, number, request_id, False))
 
     def forget(self, request: LlmRequest) -> None:
-        """Let go of a request that ends; nothing if it was not watched."""
-        number = self._numbers.pop(request.request_id, None)
-        if number is not None:
-            del self._requests[number]
+        """Stop watching a request that ends; nothing if it was not watched."""
+        self._watched.pop(request.request_id, None)
 
     def take_expired(self) -> list[Expired]:
-        """Deadlines that have passed, each once, of requests that missed them."""
+        """Deadlines that have passed, each once, of active requests that missed them."""
         if not self._heap:
             return []
         now = time.monotonic()
         expired = []
         while self._heap and self._heap[0][0] <= now:
-            deadline, number, is_of_queue = heapq.heappop(self._heap)
-            if self._is_active(number):
-                request = self._requests[number]
-                if not (is_of_queue and request.has_started):
-                    expired.append(Expired(deadline, request, is_of_queue))
+            deadline, number, request_id, is_of_queue = heapq.heappop(self._heap)
+            request = self._find(number, request_id)
+            if request is not None and not (is_of_queue and request.has_started):
+                expired.append(Expired(deadline, request, is_of_queue))
         return expired
 
-    def _is_active(self, number: int) -> bool:
-        request = self._requests.get(number)
-        return request is not None and request.tracker is not None
+    def _find(self, number: int, request_id: int) -> LlmRequest | None:
+        """The request of an entry, if it is still active."""
+        current, request = self._watched.get(request_id, (-1, None))
+        is_active = current == number and request is not None and request.tracker is not None
+        return request if is_active else None
 
 
 _logger = get_logger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 3
-"""As many failed steps, or failures of the loop, with no success between them mean: unhealthy.
+"""So many failed steps, or failures of the loop, without a success between them mean unhealthy.
 
-One bad request fails its own step and the next step succeeds; a lost device fails them all.
+A bad request fails its own step and the next step succeeds; a lost device fails all steps.
 """
 
 
-# Errors of one call of CUDA's runtime, after which others work: a value or launch that is refused,
-# memory that ran out, a kernel that is not there or takes too much, a capture that went wrong.
+# Errors of a single call of CUDA's runtime, after which others work: an invalid value or launch,
+# out of memory, a missing kernel or one that needs too many resources, a failed capture.
 _OF_ONE_CALL = frozenset({1, 2, 9, 98, 209, 701, *range(900, 909)})
 
 
 def means_lost_device(error: BaseException) -> bool:
-    """True for an error of the accelerator that every later call will have as well (an illegal
+    """True for an error of the accelerator that every later call will also raise (an illegal
     access, ECC, Xid): only a new process helps."""
-    torch = sys.modules.get("torch")  # an engine may do without
+    torch = sys.modules.get("torch")  # an engine need not import it
     if torch is None or not isinstance(error, torch.AcceleratorError):
         return False
     return getattr(error, "error_code", None) not in _OF_ONE_CALL
@@ -113,91 +111,73 @@ class LoopHealth:
     """Progress and failures of one loop; the loop's thread writes, any thread reads."""
 
     def __init__(self) -> None:
-        self._is_busy = False
-        self._num_moves = 0
+        self.is_busy = False
+        """True during a turn of the loop, and between two while a request is active."""
+        self.num_moves = 0
+        """Steps completed, requests ended and turns without active requests; while the loop
+        `is_busy` this must grow."""
         self._num_failures_in_a_row = 0
         self._num_rescues_in_a_row = 0
         self._is_recovering = self._is_device_lost = False
 
     @property
-    def is_busy(self) -> bool:
-        """True during a turn of the loop, and between two while a request is active."""
-        return self._is_busy
-
-    @property
-    def num_moves(self) -> int:
-        """Steps completed, requests ended and turns with nobody active so far; while the loop
-        `is_busy` this must grow."""
-        return self._num_moves
-
-    @property
     def is_healthy(self) -> bool:
-        """False while the loop starts afresh, after too many failures in a row, and for good once
-        the device is lost."""
+        """False while the loop resets, after too many failures in a row, and for good once the
+        device is lost."""
         is_failing = self._num_failures_in_a_row >= MAX_FAILURES_IN_A_ROW
         return not (self._is_recovering or self._is_device_lost or is_failing)
 
     @property
     def has_failed_again(self) -> bool:
-        """True when nothing was done since the failure before the last."""
+        """True after at least two failures in a row."""
         return self._num_failures_in_a_row > 1
 
     def iteration_begins(self) -> None:
-        """The loop looks whether there is something to do, and does it."""
-        self._is_busy = True
+        """A turn of the loop starts."""
+        self.is_busy = True
 
     def iteration_ends(self, *, has_work: bool) -> None:
-        """``has_work``: somebody is active, whom the next turn has to serve."""
+        """A turn ends; ``has_work``: requests are active."""
         if not has_work:
-            self._num_moves += 1
-            self._is_busy = False
-
-    def moved(self) -> None:
-        """A step was completed."""
-        self._num_moves += 1
-        self._num_failures_in_a_row = self._num_rescues_in_a_row = 0
+            self.num_moves += 1
+            self.is_busy = False
 
     def ended(self) -> None:
-        """A request was ended, however."""
-        self._num_moves += 1
+        """A request ended, with or without an error."""
+        self.num_moves += 1
 
-    def failed(self) -> None:
-        """A step failed."""
-        self._num_failures_in_a_row += 1
+    def note(self, *, is_completed: bool, has_failed: bool, is_device_lost: bool = False) -> None:
+        """The result of one turn, which may complete one step and fail in the next.
 
-    def note(self, *, is_completed: bool, has_failed: bool) -> None:
-        """What one turn of the loop did: it may have completed one step and failed in the next."""
+        Once the device is lost it stays so (see `means_lost_device`).
+        """
         if is_completed:
-            self.moved()
-        if has_failed:
-            self.failed()
-
-    def note_device(self, *, is_lost: bool) -> None:
-        """Once it is lost it stays so (see `means_lost_device`)."""
-        self._is_device_lost |= is_lost
+            self.num_moves += 1
+            self._num_failures_in_a_row = self._num_rescues_in_a_row = 0
+        self._num_failures_in_a_row += has_failed
+        self._is_device_lost |= is_device_lost
 
     @contextmanager
     def recovering(self, iteration: int) -> Iterator[None]:
-        """Around the rescue after a failure of the loop, while that is handled; what the rescue
-        raises is logged only.
+        """Wrap the reset after a failure of the loop, while that exception is handled; exceptions
+        of the reset are only logged.
 
-        In a row the first failure is logged, the second, the fourth, the eighth and so on: a loop
-        with nobody to serve may fail 20 times in a second, for days. Failed steps are not counted,
-        each of which is logged.
+        Of failures in a row the first, second, fourth, eighth and so on are logged: an idle loop
+        may fail 20 times a second, for days. Failed steps do not count; each of them is logged.
         """
         self._is_recovering = True
-        self.failed()
+        self._num_failures_in_a_row += 1
         self._num_rescues_in_a_row += 1
         number = self._num_rescues_in_a_row
-        is_told = number.bit_count() == 1
-        if is_told:
+        is_logged = number.bit_count() == 1
+        if is_logged:
             _logger.exception(
                 "the batch manager failed in iteration %d (failure %d in a row)", iteration, number
             )
         try:
             yield
-        except BaseException:  # the thread must live: nobody else can end its requests
-            if is_told:
+        except BaseException:  # only this thread can end the requests
+            if is_logged:
                 _logger.exception("the rescue of the batch manager failed")
         finally:
             self._is_recovering = False

@@ -1,8 +1,7 @@
 """Admits fetched requests, or rejects them with an error.
 
-A request is validated, waits here until its grammar is compiled if it has one, and is enrolled.
-Whatever is raised while one of them is looked at ends that one, with one final response, and the
-others are taken as if nothing had happened.
+A request is validated, waits here for its grammar if it has one, and becomes active. An exception
+on the way ends that request with one final response and does not affect the others.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 NOT_TAKEN = "the request could not be taken"
-"""What the sender of a request hears when we, not it, are at fault."""
+"""The error of a request that failed by a fault of ours."""
 
 
 class RequestIntake:
-    """Owner of the requests that wait for their grammar, in the order in which they came."""
+    """Owner of the requests that wait for their grammar, in order of arrival."""
 
     def __init__(
         self,
         limits: RequestLimits,
         is_active: Callable[[int], bool],
-        enrol: Callable[[InferenceRequest, LlmRequest, OwnGuide | None], None],
+        activate: Callable[[InferenceRequest, LlmRequest, OwnGuide | None], None],
         refuse: Callable[[int, str], None],
     ) -> None:
-        """``enrol`` makes a request active, with what guides its answer, or leaves no trace of it
-        and raises. ``refuse`` sends the final response of a request that was not taken.
+        """``activate`` makes a request active, with the guide of its answer, or raises and leaves
+        no trace of it. ``refuse`` sends the final response of a rejected request.
         """
         self._limits = limits
         self._is_active = is_active
-        self._activate = enrol
+        self._activate = activate
         self._refuse = refuse
         self._preparing: dict[int, InferenceRequest] = {}
 
@@ -55,7 +54,7 @@ class RequestIntake:
         return len(self._preparing)
 
     def accept(self, fetched: object) -> None:
-        """Take what the get callback returned; a bad request is answered with an error of its own.
+        """Admit a request of the get callback, or answer it with an error.
 
         One whose id is in flight is not accepted: an error response would end the other one.
         """
@@ -67,28 +66,28 @@ class RequestIntake:
             self._guard(self._accept, fetched)
 
     def admit_ready(self) -> None:
-        """Make those active whose grammar is compiled; who will have none ends with an error."""
+        """Activate requests whose grammar is compiled; a failed compilation ends its request."""
         for request_id, request in list(self._preparing.items()):
             if request.is_ready:
                 del self._preparing[request_id]
                 self._guard(self._admit, request)
 
     def stop_waiting(self, request_id: int) -> None:
-        """Make a request active without its grammar, if it waits for that: it is to be ended."""
+        """Activate a waiting request without its grammar, so that it can be stopped."""
         request = self._preparing.pop(request_id, None)
         if request is not None:
             request.guide = None
             self._guard(self._admit, request)
 
     def end_waiting(self, error: str) -> None:
-        """End those who wait for their grammar with an error."""
+        """End the requests that wait for their grammar with an error."""
         for request_id, request in list(self._preparing.items()):
             del self._preparing[request_id]
             request.llm_request = request.guide = None
             self._refuse(request_id, error)
 
     def _guard(self, step: Callable[[InferenceRequest], None], request: InferenceRequest) -> None:
-        """Take a step with one request; if it fails, that is the request's end and no more."""
+        """Call ``step`` with a request; an exception ends that request."""
         try:
             step(request)
         except InvalidRequest as error:
@@ -109,9 +108,9 @@ class RequestIntake:
             self._preparing[request.request_id] = request
 
     def _admit(self, request: InferenceRequest) -> None:
-        """Make a request active, guided if it asked for that."""
+        """Activate a request, with its guide if it has one."""
         llm_request, guide = validate(request, self._limits), request.guide
-        request.llm_request = request.guide = None  # sent again, it is another request
+        request.llm_request = request.guide = None  # the object may be sent again
         self._activate(
             request, llm_request, None if guide is None else (guide.take(), guide.recompile)
         )

@@ -1,4 +1,4 @@
-"""What the host does to the logits of a step: guides, and logits processors of the operator.
+"""Changes of the logits by the host: guides, and logits processors of the operator.
 
 A logits processor is a Python callable that a request chooses by name. The contract is
 TensorRT-LLM's ``LogitsPostProcessor`` (`cpp/include/tensorrt_llm/batch_manager/inferenceRequest.h`,
@@ -11,13 +11,13 @@ TensorRT-LLM's ``LogitsPostProcessor`` (`cpp/include/tensorrt_llm/batch_manager/
   processors expect it).
 
 A callable with five arguments, as all published since TensorRT-LLM 0.12, is given None for the
-client id; one with three, as before 0.10, no stream. Of a class each request gets an instance of
-its own, made when its first token is sampled.
+client id; one with three, as before 0.10, no stream. If it is a class, each request gets its own
+instance, made when its first token is sampled.
 
-It runs on the loop's thread and before everything else that is done to the logits. A tensor that it
-returns replaces the one it got. If it raises, its own request ends with an error and no other: its
-row becomes NaN, from which nothing is sampled. What its request samples after the last token of an
-answer is dropped, so a processor with state may be called once more than there are tokens.
+It runs on the loop's thread, before all other changes of the logits. A tensor that it returns
+replaces the one it got. If it raises, only its own request ends with an error: its row becomes NaN,
+from which nothing is sampled. A token sampled after the last one of an answer is dropped, so a
+processor with state may be called once more than there are tokens.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ NO_TOKEN = (
 )
 
 Unread = tuple[Sequence[LlmRequest], PendingStep]
-"""A step whose tokens have not been read, and whose they are."""
+"""The requests of a step whose tokens have not been read, and the step."""
 
 
 class LogitsHooks:
-    """Owner of both; engines without ``mask_next`` or ``edit_next`` are asked for neither."""
+    """Owner of guides and processors; the engine may lack ``mask_next`` or ``edit_next``."""
 
     def __init__(self, engine: Any, processors: Mapping[str, LogitsPostProcessor]) -> None:
         self._mask_next: Callable[[MaskSource], None] | None = getattr(engine, "mask_next", None)
@@ -65,22 +65,22 @@ class LogitsHooks:
 
     @property
     def can_mask(self) -> bool:
-        """True when the engine masks draws, so that answers can be guided."""
+        """True when the engine can mask logits, so that answers can be guided."""
         return self._mask_next is not None
 
     def __bool__(self) -> bool:
-        """True when a request is active that any of this is for."""
+        """True when an active request has a guide or a processor."""
         return bool(self.guides) or bool(self.processors)
 
     def has_any(self, request_id: int) -> bool:
-        """True for a request that one of them is for: its tokens are drawn one by one."""
+        """True for a request with a guide or a processor: its tokens are sampled one by one."""
         return self.guides.is_guided(request_id) or self.processors.is_chosen(request_id)
 
     def prepare(self, owners: Sequence[LlmRequest], before: Unread | None) -> None:
-        """Have the engine mask and edit rows of the plan that it runs next, where ``owners`` draw.
+        """Have the engine mask and edit rows of the next plan, whose rows belong to ``owners``.
 
-        It asks for masks and edits when the decoder runs; the tokens of the step ``before``, which
-        has not been read, are waited for then.
+        It asks for masks and edits while the decoder runs; this then waits for the tokens of the
+        step ``before``, which have not been read.
         """
         guided, edited = self.guides.guided_rows(owners), self.processors.chosen_rows(owners)
 
@@ -107,7 +107,7 @@ class LogitsHooks:
         self.processors.discard(request_id)
 
     def why_no_token(self, request_id: int) -> str:
-        """Why nothing could be drawn for a request; empty if it has no part in this."""
+        """Why no token could be sampled; empty if neither guide nor processor is the cause."""
         return self.guides.error_of(request_id) or self.processors.why_no_token(request_id)
 
 
@@ -125,7 +125,7 @@ _FORCED = 1e30  # divided by the least repetition_penalty, 1e-6, it is still fin
 
 
 def find_logits_processors(text: str | None) -> dict[str, LogitsPostProcessor]:
-    """The processors of ``name=package.module:callable``, several divided by commas, by name."""
+    """The processors of ``name=package.module:callable, ...``, by name."""
     processors: dict[str, LogitsPostProcessor] = {}
     for item in filter(None, (each.strip() for each in (text or "").split(","))):
         name, equals, entry = (part.strip() for part in item.partition("="))
@@ -141,7 +141,7 @@ def find_logits_processors(text: str | None) -> dict[str, LogitsPostProcessor]:
 
 
 def check_logits_processors(processors: Mapping[str, object]) -> None:
-    """`ConfigurationError` for a name that no request could send, or no callable behind it."""
+    """`ConfigurationError` for an invalid name, or a processor that cannot be called."""
     for name, processor in processors.items():
         if not _NAME.fullmatch(name):
             raise ConfigurationError(
@@ -162,18 +162,18 @@ def check_logits_processors(processors: Mapping[str, object]) -> None:
 
 
 def _num_arguments(processor: Any) -> int | None:
-    """How many arguments ``processor``, or an instance of it, is given; None: it cannot be."""
+    """The number of arguments for ``processor`` or its instances; None: it cannot be called."""
     own: tuple[None, ...] = ()
     if isinstance(processor, type):
         if not any("__call__" in vars(base) for base in processor.__mro__):
             return None
-        processor, own = processor.__call__, (None,)  # a function that wants its self
+        processor, own = processor.__call__, (None,)  # a function that takes self
     taken = (number for number in _NUM_ARGUMENTS if _takes(processor, (*own, *[None] * number)))
     return next(taken, None)
 
 
 def _takes(function: Any, arguments: tuple[None, ...]) -> bool:
-    """Whether ``function`` can be called with so many; True where nobody can say (some of C's)."""
+    """Whether ``function`` takes these arguments; True for C functions without a signature."""
     try:
         inspect.signature(function).bind(*arguments)
     except ValueError:
@@ -185,7 +185,7 @@ def _takes(function: Any, arguments: tuple[None, ...]) -> bool:
 
 @dataclass(slots=True)
 class _Choice:
-    """What one request has chosen; of a class, its instance once there is one."""
+    """The processor of one request; a class is replaced by its instance at the first call."""
 
     name: str
     processor: LogitsPostProcessor
@@ -193,17 +193,17 @@ class _Choice:
     error: str = ""
 
     def call(self, *arguments: object) -> Any:
-        """What the processor answers to as many of the ``arguments`` as it wants."""
+        """Call the processor with as many of the ``arguments`` as it takes."""
         if isinstance(self.processor, type):
             self.processor = self.processor()
         return self.processor(*arguments[: self.num_arguments])
 
 
 class ActiveProcessors:
-    """Owner of what the active requests have chosen."""
+    """Owner of the processors of active requests."""
 
     def __init__(self, processors: Mapping[str, LogitsPostProcessor], *, can_edit: bool) -> None:
-        """``can_edit`` False: the engine lets nobody at its logits."""
+        """``can_edit`` False: the engine gives no access to its logits."""
         self._processors = {
             name: (processor, _num_arguments(processor) or _NUM_ARGUMENTS[0])
             for name, processor in processors.items()
@@ -212,7 +212,7 @@ class ActiveProcessors:
         self._chosen: dict[int, _Choice] = {}
 
     def check(self, request: InferenceRequest) -> None:
-        """`InvalidRequest` for a name that is not there."""
+        """`InvalidRequest` for an unknown name, or beams."""
         name = read_processor_name(request)
         if name and not (self._can_edit and name in self._processors):
             raise InvalidRequest(
@@ -223,21 +223,16 @@ class ActiveProcessors:
             raise InvalidRequest(f"'{PROCESSOR_FIELD}' cannot go with a 'beam_width' above 1")
 
     def add(self, request: InferenceRequest) -> None:
-        """Process the logits of a request that was checked, if it chose a processor."""
+        """Process the logits of a checked request, if it names a processor."""
         if name := read_processor_name(request):
             self._chosen[request.request_id] = _Choice(name, *self._processors[name])
 
     def discard(self, request_id: int) -> None:
-        """Forget a request, whether it has a processor or not."""
+        """Forget a request, with or without a processor."""
         self._chosen.pop(request_id, None)
 
-    def error_of(self, request_id: int) -> str:
-        """What went wrong in the processor of a request; empty if nothing did."""
-        choice = self._chosen.get(request_id)
-        return "" if choice is None else choice.error
-
     def why_no_token(self, request_id: int) -> str:
-        """What to say of a request for which nothing could be drawn; empty without a processor."""
+        """Why no token could be sampled for a request; empty without a processor."""
         choice = self._chosen.get(request_id)
         if choice is None:
             return ""
@@ -254,19 +249,19 @@ class ActiveProcessors:
         return bool(self._chosen)
 
     def chosen_rows(self, owners: Sequence[LlmRequest]) -> list[tuple[int, LlmRequest]]:
-        """Those of ``owners`` that chose a processor, with their places."""
+        """Rows and requests of ``owners`` with a processor."""
         return [(row, each) for row, each in enumerate(owners) if each.request_id in self._chosen]
 
     def edits(
         self, rows: Sequence[tuple[int, LlmRequest]], latest: Mapping[int, int]
     ) -> LogitsEdits:
-        """What is to be done to ``rows`` now; ``latest`` has the tokens that are drawn and not
-        settled, by request id."""
+        """The edits of ``rows``; ``latest``: sampled tokens that are not yet applied, by request
+        id."""
         found = ((row, self._edit(request, latest)) for row, request in rows)
         return [(row, edit) for row, edit in found if edit is not None]
 
     def _edit(self, request: LlmRequest, latest: Mapping[int, int]) -> LogitsEdit | None:
-        """None for a request that has ended: whatever it draws is dropped."""
+        """None for a request that has ended: its next token is dropped."""
         choice = self._chosen.get(request.request_id)
         tokens = request.tokens[: request.num_drawn_tokens]
         if request.num_pending_tokens:
@@ -285,9 +280,9 @@ class ActiveProcessors:
 def _process(
     choice: _Choice, request_id: int, logits: Any, tokens: list[int], stream: int | None
 ) -> None:
-    """Let the user's code change logits [1, beams, vocab]; NaN where that fails.
+    """Have the user's code change logits [1, beams, vocab]; NaN if that fails.
 
-    Infinity forces a token: it becomes a number that no rule behind makes infinite again.
+    Infinity forces a token: it becomes a number that later rules keep finite.
     """
     try:
         result = choice.call(request_id, logits, [tokens], stream, None)
@@ -301,7 +296,7 @@ def _process(
             if result is not None:
                 logits.copy_(result)
             logits.clamp_(max=_FORCED)
-    except BaseException:  # a panic of a tokenizer's is no Exception
+    except BaseException:  # a tokenizer's panic is no Exception
         choice.error = f"logits processor '{choice.name}' failed"
         _logger.warning("%s in request %d", choice.error, request_id, exc_info=True)
     if choice.error:

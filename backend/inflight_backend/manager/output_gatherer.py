@@ -1,9 +1,9 @@
-"""Collects what requests want beside their tokens: log probabilities, logits, times and counts.
+"""Collects the outputs of requests beside tokens: log probabilities, logits, times and counts.
 
-Only requests that asked for something are known here; for the others nothing is kept, computed or
-sent. Times are those of `time.monotonic_ns`. The rows of log probabilities and generation logits
-are those of the tokens sent, and ``num_output_tokens`` counts these; ``cum_log_probs`` is the sum
-of the log probabilities so far. The logits of the prompt go with the first response.
+Only requests that asked for outputs are known here; the others cost nothing. Times are those of
+`time.monotonic_ns`. The rows of log probabilities and generation logits are those of the tokens
+sent, and ``num_output_tokens`` counts these; ``cum_log_probs`` is the sum of the log probabilities
+so far. The logits of the prompt go with the first response.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _Row = TypeVar("_Row")
 
 @dataclass(slots=True)
 class _Gathered:
-    """Of one request. ``num_logits_bytes`` is what its logits may come to; ``is_asked_for_more``:
-    than rows for its tokens."""
+    """Outputs of one request. ``num_logits_bytes``: reserved for its logits; ``has_totals``: it
+    asked for outputs that are not rows of its tokens."""
 
     request: LlmRequest
     arrival_ns: int
     num_logits_bytes: int
-    is_asked_for_more: bool
-    awaits_context: bool  # those logits go with the first response only
+    has_totals: bool
+    awaits_context: bool  # its context logits, which go with the first response only
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
@@ -46,39 +46,37 @@ class _Gathered:
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     logits: list[Logits] = field(default_factory=list)
     context_logits: Logits | None = None
-    num_context_rows: int = 0  # of those logits, from the first
+    num_context_rows: int = 0  # computed so far
     num_sent: int = 0
     cum_log_prob: float = 0.0
 
 
 class OutputGatherer:
-    """Owner of what was gathered, by request id, and of the room for logits."""
+    """Owner of the gathered outputs, by request id, and of the room for logits."""
 
     def __init__(self, vocab_size: int) -> None:
         self._row_bytes = 4 * vocab_size
         self._gathered: dict[int, _Gathered] = {}
 
     def add(self, request: LlmRequest, arrival_ns: int) -> None:
-        """Gather for ``request`` from now on, if it wants to know anything.
+        """Gather for ``request`` from now on, if it asked for outputs.
 
         `CapacityExceeded` if there is no room for its logits beside those of the others.
         """
         asked = request.outputs
         if asked is not NO_OUTPUTS:
-            num_bytes = self._reserve(request)
-            is_asked_for_more = (
+            has_totals = (
                 asked.context_logits
                 or asked.num_input_tokens
                 or asked.num_output_tokens
                 or asked.perf_metrics
             )
-            gathered = _Gathered(
-                request, arrival_ns, num_bytes, is_asked_for_more, asked.context_logits
+            self._gathered[request.request_id] = _Gathered(
+                request, arrival_ns, self._reserve(request), has_totals, asked.context_logits
             )
-            self._gathered[request.request_id] = gathered
 
     def _reserve(self, request: LlmRequest) -> int:
-        """What the logits of ``request`` may come to, in bytes, if that fits."""
+        """The largest size of the logits of ``request``, in bytes, if there is room for them."""
         asked = request.outputs
         num_rows = num_logits_rows(asked, request.orig_prompt_len, request.max_new_tokens)
         num_bytes = num_rows * self._row_bytes
@@ -91,7 +89,7 @@ class OutputGatherer:
         return num_bytes
 
     def planned(self, batch: ScheduledBatch) -> None:
-        """A step is about to run: who is scheduled for the first time, who got blocks."""
+        """A step is about to run: note its first-scheduled requests and new blocks."""
         if not self._gathered:
             return
         now, num_blocks = time.monotonic_ns(), Counter(block.slot for block in batch.new_blocks)
@@ -107,7 +105,7 @@ class OutputGatherer:
                 gathered.first_scheduled_ns = gathered.first_scheduled_ns or now
 
     def executed(self, advanced: Sequence[LlmRequest], outputs: StepOutputs | None) -> None:
-        """A step has run: ``advanced`` have a new token."""
+        """A step has run, and ``advanced`` have a new token."""
         if not self._gathered:
             return
         now = time.monotonic_ns()
@@ -123,25 +121,18 @@ class OutputGatherer:
                 _keep_context(self._gathered[context.request_id], context)
 
     def take(self, request: LlmRequest, num_tokens: int, is_final: bool) -> list[NamedTensor]:
-        """The tensors that go with the next ``num_tokens`` tokens of the answer."""
-        gathered = self._gathered.get(request.request_id)
-        if gathered is None:
-            return []
-        tensors = _take_tensors(gathered, num_tokens)
-        if is_final:
-            self.discard(request.request_id)
-        return tensors
+        """The tensors that go with the next ``num_tokens`` tokens of the answer.
 
-    def take_of_beams(
-        self, request: LlmRequest, num_tokens: int, is_final: bool
-    ) -> list[NamedTensor]:
-        """What goes with ``num_tokens`` tokens of all beams, beside what the search knows."""
+        Of a beam search without log probabilities, which the search itself has.
+        """
         gathered = self._gathered.get(request.request_id)
         if gathered is None:
             return []
         if is_final:
             self.discard(request.request_id)
-        return _take_of_request(gathered, num_tokens)
+        if request.beams is not None:
+            return _take_totals(gathered, num_tokens)
+        return _take_tensors(gathered, num_tokens)
 
     def discard(self, request_id: int) -> None:
         """Forget a request."""
@@ -162,15 +153,15 @@ def _keep_draw(gathered: _Gathered, drawn: StepOutputs) -> None:
 
 
 def _keep(kept: list[_Row], rows: Sequence[_Row], request: LlmRequest) -> None:
-    """As many as tokens count: behind a wrong draft others were drawn."""
-    if len(rows) == 1:  # nearly always, and that one counts
+    """Keep the rows of accepted tokens: those behind a wrong draft do not count."""
+    if len(rows) == 1:  # nearly always, and accepted
         kept.append(rows[0])
     else:
         kept += rows[: request.num_generated_tokens - len(kept)]
 
 
 def _keep_context(gathered: _Gathered, context: ContextLogits) -> None:
-    """Only of the prompt: after a pause the answer so far is computed as a context, too."""
+    """Keep rows of the prompt: after a pause the context also holds the answer so far."""
     if not gathered.awaits_context:
         return
     prompt_len = gathered.request.orig_prompt_len
@@ -205,20 +196,20 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
         rows = gathered.logits[start:end]
         logits = np.stack(rows) if rows else np.empty((0, 0), dtype=np.float32)
         tensors.append(NamedTensor("generation_logits", logits[None, None]))
-    if gathered.is_asked_for_more:
-        tensors += _take_of_request(gathered, num_tokens)
+    if gathered.has_totals:
+        tensors += _take_totals(gathered, num_tokens)
     return tensors
 
 
-def _take_of_request(gathered: _Gathered, num_output_tokens: int) -> list[NamedTensor]:
-    """What is the same however many beams there are."""
+def _take_totals(gathered: _Gathered, num_output_tokens: int) -> list[NamedTensor]:
+    """Outputs that do not depend on the number of beams."""
     outputs = gathered.request.outputs
     tensors: list[NamedTensor] = []
     if gathered.awaits_context:
         logits = gathered.context_logits
         if logits is None:  # stopped before its first step
             logits = np.empty((0, 0), dtype=np.float32)
-        # Who is stopped in the middle of the prompt gets the logits that were computed.
+        # A request that is stopped in its context gets the rows computed so far.
         logits = logits[: gathered.num_context_rows]
         tensors.append(NamedTensor("context_logits", logits[None]))
         gathered.context_logits, gathered.awaits_context = None, False
@@ -232,7 +223,7 @@ def _take_of_request(gathered: _Gathered, num_output_tokens: int) -> list[NamedT
 
 
 def _perf_metrics(gathered: _Gathered) -> list[NamedTensor]:
-    """The ten of the contract, as they stand now."""
+    """The ten metrics of the contract, as of now."""
     request = gathered.request
     acceptance_rate = request.num_accepted_drafts / max(request.num_verified_drafts, 1)
     times = {
@@ -245,7 +236,7 @@ def _perf_metrics(gathered: _Gathered) -> list[NamedTensor]:
     return [
         _integer("kv_cache_alloc_new_blocks", new),
         _integer("kv_cache_reused_blocks", gathered.num_reused_blocks),
-        _integer("kv_cache_alloc_total_blocks", new),  # the peer's leaves out reused ones, too
+        _integer("kv_cache_alloc_total_blocks", new),  # TensorRT-LLM's also excludes reused ones
         *(NamedTensor(name, scalar(ns, INT64)) for name, ns in times.items()),
         NamedTensor("acceptance_rate", scalar(acceptance_rate, FLOAT32)),
         _integer("total_accepted_draft_tokens", request.num_accepted_drafts),

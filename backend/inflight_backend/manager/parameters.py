@@ -13,9 +13,11 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any
 
+from inflight_backend.engine.interface import StepEngine
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.guided.compiler import GuidedDecodingConfig
 from inflight_backend.manager.logits_processors import (
@@ -23,20 +25,32 @@ from inflight_backend.manager.logits_processors import (
     check_logits_processors,
     find_logits_processors,
 )
-from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
 from inflight_protocol import PARAMETER_BY_NAME, PARAMETERS, TRITON_PARAMETERS, ParameterSpec
 from inflight_protocol.aliases import TEMPLATE_HINTS
 from inflight_scheduler import DEFAULT_PRIORITY_SPAN, ContextChunkingPolicy
 
 
+class OverlapScheduler(Enum):
+    """Whether steps overlap; AUTO: where the engine runs on a device of its own."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+    def is_on(self, engine: StepEngine) -> bool:
+        """The choice for ``engine``."""
+        if self is OverlapScheduler.AUTO:
+            return engine.is_asynchronous
+        return self is OverlapScheduler.ON
+
+
 @dataclass(frozen=True, slots=True)
 class KvCacheConfig:
     """Size of the KV pool. With both a number of tokens and a fraction, the smaller pool wins.
 
-    ``enable_block_reuse`` keeps computed blocks for later requests that begin with the same text
-    and have the same ``cache_salt``. ``dtype``
-    is auto (that of the model) or fp8.
+    ``enable_block_reuse`` keeps computed blocks for later requests with the same prefix and
+    ``cache_salt``. ``dtype`` is auto (that of the model) or fp8.
     """
 
     max_tokens: int | None = None
@@ -51,16 +65,16 @@ class TrtGptModelOptionalParams:
     """All lengths in tokens; None leaves the choice to the checkpoint (`EngineConfig`).
 
     ``overlap_scheduler``: see `step_loop`. ``record_file``: every decision of the scheduler is
-    written there (`inflight replay`). ``enable_chunked_context`` None: where ``max_seq_len`` is
-    above ``max_num_tokens`` (and see `static_batching.effective_params`). ``context_chunk_unit``
-    None means ``tokens_per_block``.
-    ``priority_span``: see `ActiveRequests`. ``max_queue_seconds`` and ``max_run_seconds`` end
-    requests that have not started, or not finished, so long after they arrived; None means never.
-    A request may ask for less (``max_queue_time_ms``, ``allotted_time_ms``), not for more.
-    ``normalize_log_probs``: log probabilities are those among what the filters left, as
-    TensorRT-LLM's default was until March 2026; by default they are the model's own.
-    ``out_of_vocabulary``: "refuse", or "fold" ids of prompts that are above the vocabulary into it.
-    ``logits_processors``: those that requests may choose, by name (see `logits_processors`).
+    written there (`inflight replay`). ``enable_chunked_context`` None: chunked if ``max_seq_len``
+    is above ``max_num_tokens`` (and see `batcher.effective_params`). ``context_chunk_unit`` None
+    means ``tokens_per_block``. ``priority_span``: see `ActiveRequests`. ``max_queue_seconds`` and
+    ``max_run_seconds`` end requests that have not started, or not finished, that long after they
+    arrived; None means never. A request may ask for less (``max_queue_time_ms``,
+    ``allotted_time_ms``), not for more. ``normalize_log_probs``: log probabilities are normalised
+    over the tokens that the filters left, as TensorRT-LLM's default was until March 2026; by
+    default they are the model's own. ``out_of_vocabulary``: "refuse" ids of prompts above the
+    vocabulary, or "fold" them into it. ``logits_processors``: those that requests may choose, by
+    name (see `logits_processors`).
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -110,55 +124,42 @@ class TrtGptModelOptionalParams:
 
     @classmethod
     def from_parameters(cls, parameters: ServerParameters) -> TrtGptModelOptionalParams:
-        """What the parameters of the Triton model say about the batch manager."""
-        return cls(
-            kv_cache_config=KvCacheConfig(
+        """Those of a Triton model; fields with the same name are copied."""
+        converted: dict[str, Any] = {
+            "kv_cache_config": KvCacheConfig(
                 max_tokens=parameters.max_tokens_in_paged_kv_cache,
                 free_gpu_memory_fraction=parameters.kv_cache_free_gpu_mem_fraction,
                 enable_block_reuse=parameters.enable_kv_cache_reuse,
                 tokens_per_block=parameters.tokens_per_block,
                 dtype=parameters.kv_cache_dtype,
             ),
-            max_batch_size=parameters.max_batch_size,
-            max_num_tokens=parameters.max_num_tokens,
-            max_seq_len=parameters.max_seq_len,
-            max_input_len=parameters.max_input_len,
-            scheduler_class=parameters.scheduler_class,
-            enable_chunked_context=parameters.enable_chunked_context,
-            context_chunking_policy=ContextChunkingPolicy[
+            "context_chunking_policy": ContextChunkingPolicy[
                 parameters.context_chunking_policy.upper()
             ],
-            context_chunk_unit=parameters.context_chunk_unit,
-            priority_span=parameters.priority_span,
-            max_queue_seconds=parameters.max_queue_seconds,
-            max_run_seconds=parameters.max_run_seconds,
-            device=parameters.device,
-            dtype=parameters.dtype,
-            quantization=parameters.quantization,
-            attention_backend=parameters.attention_backend,
-            cuda_graph_mode=parameters.cuda_graph_mode,
-            cuda_graph_mixed_tokens=parameters.cuda_graph_mixed_tokens,
-            normalize_log_probs=parameters.normalize_log_probs,
-            out_of_vocabulary=parameters.out_of_vocabulary,
-            deterministic_mode=parameters.deterministic_mode,
-            overlap_scheduler=OverlapScheduler(parameters.overlap_scheduler),
-            record_file=parameters.record_file,
-            guided_decoding_config=GuidedDecodingConfig(
+            "overlap_scheduler": OverlapScheduler(parameters.overlap_scheduler),
+            "guided_decoding_config": GuidedDecodingConfig(
                 parameters.guided_decoding_backend, parameters.tokenizer_dir
             ),
-            logits_processors=find_logits_processors(parameters.logits_processors),
-            speculative_decoding_config=SpeculativeDecodingConfig(
+            "logits_processors": find_logits_processors(parameters.logits_processors),
+            "speculative_decoding_config": SpeculativeDecodingConfig(
                 parameters.speculative_decoding_mode,
                 parameters.max_draft_len,
                 parameters.max_matching_ngram_size,
                 parameters.speculative_disable_by_batch_size,
             ),
-        )
+        }
+        return cls(**(same_fields(cls, parameters) | converted))
+
+
+def same_fields(target: type[Any], source: object) -> dict[str, Any]:
+    """The fields of the dataclass ``target`` that ``source`` has under the same name."""
+    names = (each.name for each in fields(target) if hasattr(source, each.name))
+    return {name: getattr(source, name) for name in names}
 
 
 PRIVATE_VARIABLE = "INFLIGHT_PRIVATE_PARAMETERS"
-"""Environment variable with parameters as a JSON object: whoever reaches Triton can read those of a
-model's configuration, so `inflight serve` hands paths to its models in this way."""
+"""Environment variable with parameters as a JSON object. Every client of Triton can read a model's
+configuration, so `inflight serve` passes paths to its models in this way."""
 
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
 _TRUE = frozenset({"true", "1"})
@@ -241,8 +242,8 @@ def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:
 
 
 def read_raw(model_config: str) -> dict[str, str]:
-    """The ``parameters`` block of a model's configuration, which is JSON; of those that the model
-    has, the ones in `PRIVATE_VARIABLE` count."""
+    """The ``parameters`` block of a model's configuration (JSON), with the values of
+    `PRIVATE_VARIABLE` in place of those that the block has."""
     private: dict[str, str] = json.loads(os.environ.get(PRIVATE_VARIABLE, "{}"))
     block = json.loads(model_config)["parameters"]
     return {key: private.get(key, value["string_value"]) for key, value in block.items()}
@@ -251,7 +252,7 @@ def read_raw(model_config: str) -> dict[str, str]:
 def check_keys(raw: Mapping[str, str], known: Collection[str]) -> None:
     """`ConfigurationError` for a key with a value that is neither ``known`` nor Triton's own.
 
-    One that is not set asks for nothing: the peer's templates have many that nobody fills.
+    Keys without a value are allowed: TensorRT-LLM's templates have many that stay unfilled.
     """
     for key, text in raw.items():
         if set_or_empty(text) and key not in known and key not in TRITON_PARAMETERS:
@@ -259,8 +260,8 @@ def check_keys(raw: Mapping[str, str], known: Collection[str]) -> None:
 
 
 def unknown_key_message(key: str, known: Collection[str] = PARAMETER_BY_NAME) -> str:
-    """Say that ``key`` is no setting, and what the peer's is here or which of those that are
-    ``known`` looks most like it."""
+    """The error for an unknown ``key``, with our name for a setting of TensorRT-LLM or the most
+    similar of the ``known`` ones."""
     if key in TEMPLATE_HINTS:
         return f"unknown setting {key!r}: {TEMPLATE_HINTS[key]}"
     nearest = difflib.get_close_matches(key, known, n=1)
@@ -269,7 +270,7 @@ def unknown_key_message(key: str, known: Collection[str] = PARAMETER_BY_NAME) ->
 
 
 def set_or_empty(text: str) -> str:
-    """The text without surrounding blanks; "" for a placeholder nobody filled."""
+    """The text without surrounding blanks; "" for a placeholder that was not filled."""
     text = text.strip()
     return "" if _PLACEHOLDER.fullmatch(text) else text
 

@@ -1,9 +1,8 @@
 """The tensors of a response.
 
 With several beams every response holds all returned beams, best first: the prompt (if wanted) and
-the whole answer so far, since the next step may continue another one. Beams shorter than the
-longest are padded with ``pad_id``, or -1 if none was sent; ``sequence_length`` says where each
-ends.
+the whole answer so far, since the next step may extend another beam. Shorter beams are padded with
+``pad_id``, or -1 if none was sent; ``sequence_length`` is the length of each.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from inflight_scheduler import NO_OUTPUTS, BeamSearch, FinishReason, Hypothesis,
 
 @dataclass(frozen=True, slots=True)
 class QueuedResponse:
-    """One call of the send-response callback, held back until the end of the iteration."""
+    """One call of the send-response callback at the end of the iteration."""
 
     request: LlmRequest
     is_final: bool
@@ -36,12 +35,16 @@ def make_tensors(
     The end id is not part of the answer (as in TensorRT-LLM, whose sequence length counts only
     tokens to be output); the tokens of a stop word are.
     """
-    if request.beams is not None:
-        tensors = make_beam_tensors(request, is_final, gatherer)
-        if is_final:
-            reason = finish_reason_tensor(request.finish_reason)
-            tensors.append(NamedTensor("finish_reason", reason))
-        return tensors
+    make = _make_token_tensors if request.beams is None else _make_beam_tensors
+    tensors = make(request, is_final, gatherer)
+    if is_final:
+        tensors.append(NamedTensor("finish_reason", finish_reason_tensor(request.finish_reason)))
+    return tensors
+
+
+def _make_token_tensors(
+    request: LlmRequest, is_final: bool, gatherer: OutputGatherer
+) -> list[NamedTensor]:
     start = 0 if not request.exclude_input_in_output else request.orig_prompt_len
     if request.is_streaming:
         start = request.orig_prompt_len + request.num_sent_tokens
@@ -53,13 +56,11 @@ def make_tensors(
     tensors = [NamedTensor("output_ids", row(ids, INT32)), _named_length(len(ids))]
     if request.outputs is not NO_OUTPUTS:
         tensors += gatherer.take(request, end - max(start, request.orig_prompt_len), is_final)
-    if is_final:
-        tensors.append(NamedTensor("finish_reason", finish_reason_tensor(request.finish_reason)))
     return tensors
 
 
 def make_unstarted_tensors(request: LlmRequest, arrival_ns: int) -> list[NamedTensor]:
-    """The end of a request that was stopped in the queue: as if before its first step."""
+    """The final response of a request that was stopped before its first step."""
     request.finish(FinishReason.CANCELLED)
     gatherer = OutputGatherer(vocab_size=0)  # no row of logits comes
     gatherer.add(request, arrival_ns)
@@ -71,10 +72,10 @@ def _named_length(length: int) -> NamedTensor:
     return NamedTensor("sequence_length", length_tensor(length))
 
 
-def make_beam_tensors(
+def _make_beam_tensors(
     request: LlmRequest, is_final: bool, gatherer: OutputGatherer
 ) -> list[NamedTensor]:
-    """The beams as they stand, without their end ids; a stream leaves the prompt out."""
+    """The beams so far, without their end ids; a stream leaves the prompt out."""
     search = request.beams
     assert isinstance(search, BeamSearch)
     beams = search.hypotheses()
@@ -92,7 +93,7 @@ def make_beam_tensors(
     tensors = [NamedTensor("output_ids", ids), NamedTensor("sequence_length", lengths)]
     if request.outputs.log_probs:
         tensors += _log_probs(beams, len(answers), max(map(len, answers)))
-    tensors += gatherer.take_of_beams(request, sum(map(len, answers)), is_final)
+    tensors += gatherer.take(request, sum(map(len, answers)), is_final)
     return tensors
 
 
@@ -102,7 +103,7 @@ def num_shown(beam: Hypothesis) -> int:
 
 
 def _log_probs(beams: list[Hypothesis], num_rows: int, length: int) -> list[NamedTensor]:
-    """Those the search has chosen by: 0 behind a beam, but its end id counts in the sum."""
+    """Those that ranked the beams: 0 behind a beam, whose sum includes its end id."""
     log_probs = np.zeros((1, num_rows, length), dtype=np.float32)
     sums = np.zeros((1, num_rows), dtype=np.float32)
     for index, beam in enumerate(beams):

@@ -22,43 +22,43 @@ from inflight_scheduler import BeamSearch, FinishReason, LlmRequest, ReuseStats
 
 
 class EventCounter:
-    """Filled by any thread, emptied by another one."""
+    """Counts events by kind; any thread adds, another one takes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     def add(self, kind: str, number: int = 1) -> None:
-        """It happened once more, or ``number`` times."""
+        """Count ``number`` events."""
         if number:
             with self._lock:
                 self._counts[kind] += number
 
     def take(self) -> Mapping[str, int]:
-        """How often since the last call, by kind."""
+        """The counts since the last call, by kind."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return counts
 
 
 _MAX_UNREAD = 65_536
-"""Requests kept for a reader; of more, the newest."""
+"""Requests kept until they are read; the oldest are dropped."""
 
 
 class LengthHistograms:
-    """Filled by the batch manager's thread, emptied by another one."""
+    """Token lengths of ended requests; the loop's thread adds, another one takes."""
 
     def __init__(self) -> None:
         self._lengths: deque[tuple[int, int]] = deque(maxlen=_MAX_UNREAD)
         self._unsent: dict[int, tuple[int, int]] | None = None
 
     def await_senders(self) -> None:
-        """From now on only requests whose answers are `sent` count: who sends them may leave out
-        what was drawn behind a stop word."""
+        """From now on requests count when their answers are `sent`: the sender may leave out
+        tokens behind a stop word."""
         self._unsent = {}
 
     def ended(self, request: LlmRequest) -> None:
-        """Keep the lengths of ``request``: tokens of all beams, and as in answers no end ids."""
+        """Keep the lengths of ``request``: tokens of all beams, without end ids."""
         if isinstance(request.beams, BeamSearch):
             num_output = sum(map(num_shown, request.beams.hypotheses()))
         else:
@@ -71,19 +71,19 @@ class LengthHistograms:
             self._unsent[request.request_id] = lengths
 
     def sent(self, request_id: int, num_left_out: int) -> None:
-        """Count a request, if it has ended without an error; from any thread."""
+        """Count a request that ended without an error; from any thread."""
         lengths = None if self._unsent is None else self._unsent.pop(request_id, None)
         if lengths is not None:
             self._lengths.append((lengths[0], lengths[1] - num_left_out))
 
     def take(self) -> list[tuple[int, int]]:
-        """Tokens of prompt and answer of each request since the last call."""
+        """Prompt and answer tokens of each request since the last call."""
         return [self._lengths.popleft() for _ in range(len(self._lengths))]
 
 
 @dataclass(frozen=True, slots=True)
 class StaticBatchStats:
-    """One step of a V1 batch; summed over all its steps, the peer's numbers of that batch.
+    """One step of a V1 batch; the sums over its steps are TensorRT-LLM's numbers of the batch.
 
     ``num_empty_slots``: requests of the batch that have finished while others still generate.
     """
@@ -97,12 +97,12 @@ class IterationStats:
     """Counts at the end of one iteration.
 
     Active requests are those still in flight then; waiting ones were active when it was scheduled
-    and did not run. ``num_repairs`` is how often all books were made anew because nobody was active
-    and not everything was free: 0, unless we have a bug. ``reuse`` is None without block reuse, and
-    then its values are 0. ``static_batch`` is None for in-flight batching; for V1 its keys stand in
-    place of `Generation Requests`, `MicroBatch ID` and `Paused Requests`. ``drafts`` is None, and
-    its keys are absent, where none were verified. ``measured_at``: seconds since 1970; whoever asks
-    later, as while a step hangs, sees how old the numbers are.
+    and did not run. ``num_repairs``: how often the batcher was rebuilt since something was held
+    with no request active; 0, unless we have a bug. ``reuse`` is None without block reuse, and then
+    its values are 0. ``static_batch`` is None for in-flight batching; for V1 its keys replace
+    `Generation Requests`, `MicroBatch ID` and `Paused Requests`. ``drafts`` is None, and its keys
+    are absent, if none were verified. ``measured_at``: seconds since 1970, which tell a reader how
+    old the numbers are, as while a step hangs.
     """
 
     iteration: int
@@ -135,7 +135,7 @@ class IterationStats:
                 "Free KV cache blocks": self.num_free_blocks,
                 "Iteration Counter": self.iteration,
                 "KV cache hit rate": 0 if self.reuse is None else self.reuse.hit_rate,
-                "KV cache transfer time": 0,  # this and the requests for it: there are none here
+                "KV cache transfer time": 0,  # of disaggregated serving, as "Request count"
                 "Max KV cache blocks": self.max_num_blocks,
                 "Max Request Count": self.max_num_requests,
                 "Request count": 0,

@@ -1,4 +1,4 @@
-"""Schedulers that the operator names in the configuration; each decision is checked."""
+"""Schedulers of the user, named in the configuration; each of their decisions is checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from inflight_scheduler import (
 def find_entry(setting: str, name: str, what: str) -> Any:
     """The object ``package.module:name``; `ConfigurationError` names ``setting``.
 
-    ``what`` is what the object is called in the form that a bad name is answered with.
+    ``what``: the kind of object, for the error about the form of ``name``.
     """
     module_name, _, object_name = name.partition(":")
     if not module_name or module_name.startswith(".") or not object_name:
@@ -35,7 +35,7 @@ def find_entry(setting: str, name: str, what: str) -> Any:
         return getattr(importlib.import_module(module_name), object_name)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"{setting} = '{name}': {error}") from None
-    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # raised by the module's own code
         raise ConfigurationError(
             f"{setting} = '{name}' cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -43,14 +43,14 @@ def find_entry(setting: str, name: str, what: str) -> Any:
 
 _logger = get_logger(__name__)
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
-_OURS = InvalidDecision, ContextTooLong  # they quote no text, so what they say may be logged
+_OURS = InvalidDecision, ContextTooLong  # their messages quote no text, so they may be logged
 _KINDS = (RequestScheduler, CapacityScheduler, MicroBatchScheduler)
 
 Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 
 
 def find_scheduler_class(name: str) -> type:
-    """The class ``package.module:ClassName``. It is trusted code: the operator names it."""
+    """The class ``package.module:ClassName``, trusted code that the operator names."""
     scheduler_class = find_entry("scheduler_class", name, "ClassName")
     if not isinstance(scheduler_class, type) or not issubclass(scheduler_class, _KINDS):
         kinds = ", ".join(kind.__name__ for kind in _KINDS)
@@ -63,13 +63,13 @@ def make_guarded(
 ) -> GuardedScheduler:
     """The user's scheduler for these settings, over the blocks and slots of ``planner``.
 
-    `ConfigurationError` if it cannot be made.
+    `ConfigurationError` if its constructor fails.
     """
     name = scheduler_class.__name__
     try:
         scheduler = _combine(scheduler_class, settings, planner)
-    except BaseException as error:  # also one that wants to end the process
-        reason = f"{type(error).__name__}: {error}"  # of a KeyError the text alone says nothing
+    except BaseException as error:  # also SystemExit
+        reason = f"{type(error).__name__}: {error}"  # the text of a KeyError alone says little
         raise ConfigurationError(f"scheduler_class {name} cannot be made: {reason}") from error
     return GuardedScheduler(name, scheduler, settings, planner)
 
@@ -77,7 +77,7 @@ def make_guarded(
 def _combine(
     scheduler_class: type[Any], settings: Settings, planner: BatchPlanner
 ) -> RequestScheduler:
-    """Make the user's class; what answers only one of the two questions gets ours beside it."""
+    """Make the user's class; a scheduler of one part is combined with our other part."""
     ours = scheduler_of(settings.policy, settings, planner)
     micro_batch = ours.micro_batch_scheduler
     blocks, batch_size = planner.block_manager, settings.max_batch_size
@@ -97,7 +97,7 @@ def _combine(
     scheduler: RequestScheduler
     if issubclass(scheduler_class, SimpleScheduler) and "block_manager" not in parameters:
         scheduler = _make(scheduler_class, ours.capacity_scheduler, micro_batch)
-    else:  # also a SimpleScheduler that makes both parts itself
+    else:  # also a SimpleScheduler that makes both of its parts
         tokens, chunking = settings.max_num_tokens, settings.chunking
         scheduler = _make(scheduler_class, blocks, batch_size, tokens, chunking=chunking)
     return scheduler
@@ -112,11 +112,11 @@ def _make(scheduler_class: type[Any], *arguments: object, **options: object) -> 
 
 
 class GuardedScheduler(RequestScheduler):
-    """Runs the user's scheduler and checks each decision; a refused one is made by the default.
+    """Checks each decision of the user's scheduler and replaces a refused one by the default's.
 
-    A decision that lets nobody run is refused too, whoever it pauses: nothing would ever change.
-    ``is_overruled`` tells of the last decision. Requests whose last token is being computed are not
-    shown to it: they hold cache, and nothing can be decided about them.
+    A decision that runs no request is refused too, even if it pauses some: it would repeat for
+    ever. ``is_overruled``: of the last decision. Requests whose last token is being computed are
+    not shown to the scheduler: they hold cache, and nothing about them can be decided.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class GuardedScheduler(RequestScheduler):
             self.is_overruled = False
             if not shown:
                 return [], [], []
-            # A list of its own: it may take requests out as it goes, and has to be held to all.
+            # A copy: the scheduler may change its list, and is checked against all requests.
             decision = self._scheduler.schedule_request(list(shown), inflight_request_ids)
             checked = check_possible(
                 decision, shown, self._settings, self._planner, inflight_request_ids
@@ -153,12 +153,12 @@ class GuardedScheduler(RequestScheduler):
             if not (checked[0] or checked[1] or is_waiting):  # pausing alone is no progress
                 raise InvalidDecision(f"none of {len(shown)} active requests runs")
             return checked
-        except BaseException as error:  # the user's code may want to end the thread
+        except BaseException as error:  # also SystemExit
             self.is_overruled = True
             if not self._has_warned:
                 self._has_warned = True
                 _logger.warning(
-                    "the scheduler %s failed and the default takes over while it does (said "
+                    "the scheduler %s failed and the default takes over while it does (logged "
                     "once): %s",
                     self.name,
                     error if isinstance(error, _OURS) else type(error).__name__,

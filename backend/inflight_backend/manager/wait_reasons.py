@@ -1,4 +1,4 @@
-"""What a request in flight does right now, and why it does not run; asked from other threads."""
+"""The state of a request in flight and why it waits, for other threads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -26,61 +27,54 @@ _Result = TypeVar("_Result")
 
 
 class LoopCalls:
-    """Waiting questions; asked from any thread, answered on the owner's, in order.
+    """Runs callables of any thread on the loop's thread, in order.
 
-    Once they are closed the owner changes nothing any more, and each is answered where it is asked.
+    After `close` the loop changes nothing any more, and calls run on the calling thread.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """``wake`` has the owner come to `answer`."""
+        """``wake`` makes the loop call `run_pending`."""
         self._wake = wake
         self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closed = False
         self._lock = threading.RLock()
 
-    def ask(self, question: Callable[[], _Result]) -> Future[_Result]:
-        """Its answer, or what it raised, once the owner has come to it."""
+    def call_soon(self, function: Callable[[], _Result]) -> Future[_Result]:
+        """Run ``function`` on the loop's thread; the future gets its result or exception."""
         future: Future[_Result] = Future()
         with self._lock:
             if self._is_closed:
-                _answer(future, question)
+                _run(future, function)
             else:
-                self._waiting.put(lambda: _answer(future, question))
+                self._waiting.put(lambda: _run(future, function))
                 self._wake()
         return future
 
-    def answer(self) -> None:
-        """Answer all that wait; nothing is raised."""
-        while True:
-            try:
-                answer = self._waiting.get_nowait()
-            except queue.Empty:
-                return
-            answer()
+    def run_pending(self) -> None:
+        """Run all waiting calls; raises nothing."""
+        with suppress(queue.Empty):
+            while True:
+                self._waiting.get_nowait()()
 
     def close(self) -> None:
-        """Answer all that wait, for the last time."""
-        with self._lock:  # who has it asks either before the last look or after it
+        """Run all waiting calls, for the last time."""
+        with self._lock:  # a call comes either before the last `run_pending` or after the close
             self._is_closed = True
-            self.answer()
+            self.run_pending()
 
 
-def _answer(future: Future[_Result], question: Callable[[], _Result]) -> None:
+def _run(future: Future[_Result], function: Callable[[], _Result]) -> None:
     if not future.set_running_or_notify_cancel():
-        return  # who has asked waits no more
+        return
     try:
-        _settle(future, question)
-    except BaseException:  # only from a callback of who has asked: the future is done by then
-        _logger.exception("a callback of a question has failed")
-
-
-def _settle(future: Future[_Result], question: Callable[[], _Result]) -> None:
-    try:
-        result = question()
-    except BaseException as error:  # a question may fail, the loop goes on
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+    except BaseException:  # raised by a callback of the future, which is done by then
+        _logger.exception("a callback of a call to the loop has failed")
 
 
 NOT_IN_FLIGHT: dict[str, Any] = {
@@ -90,18 +84,17 @@ NOT_IN_FLIGHT: dict[str, Any] = {
 
 
 class QueuePosition(Protocol):
-    """What has places for active requests; `GptManager` is one."""
+    """The places for active requests; `GptManager` has them."""
 
     max_num_requests: int
 
     def get_num_active_requests(self) -> int:
-        """QueuePosition that are taken; from any thread."""
+        """Places that are taken; from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitReasons:
-    """The active requests that would not run now, by id: which place each has among them, from 1,
-    and why."""
+    """Active requests that would not run now: by id, the place among them (from 1) and why."""
 
     by_id: dict[int, tuple[int, WaitReason]]
 
@@ -115,7 +108,7 @@ class WaitReasons:
         return cls({each: (place, reasons[each]) for place, each in enumerate(waiting, start=1)})
 
     def add_to(self, text: str, request_id: int, otherwise: str) -> str:
-        """``text`` with place and reason behind it; of one that would run, with ``otherwise``."""
+        """``text`` with place and reason; of a request that would run, with ``otherwise``."""
         if request_id not in self.by_id:
             return f"{text}: {otherwise}"
         place, reason = self.by_id[request_id]
@@ -123,11 +116,11 @@ class WaitReasons:
 
 
 def describe_wait(batcher: Batcher, *request_ids: int) -> dict[str, Any]:
-    """The answer as plain values: always ``state`` and ``reason``, else what is known.
+    """The state of the first active one of these requests, as plain values.
 
-    Of several requests it is about the first that is active, which ``request`` names.
-    ``place`` counts those who do not run, in their order, from 1. Call it on the thread of the
-    batcher, between two iterations: the reason is the one of the coming iteration.
+    There are always ``state`` and ``reason``; ``request`` is the id. ``place`` counts the waiting
+    requests in their order, from 1. Call it on the thread of the batcher, between two iterations:
+    the reason is that of the coming iteration.
     """
     active = (batcher.active.get(request_id) for request_id in request_ids)
     request = next(filter(None, active), None)
@@ -155,7 +148,7 @@ def describe_wait(batcher: Batcher, *request_ids: int) -> dict[str, Any]:
 
 
 def why_queued(places: QueuePosition) -> str:
-    """Why a request is still in the queue before the batch manager."""
+    """Why a request is still in the queue of the Triton model."""
     num_taken, num_places = places.get_num_active_requests(), places.max_num_requests
     if num_taken < num_places:
         taken = f"{num_taken} of {num_places} places of max_batch_size are taken"
@@ -164,22 +157,19 @@ def why_queued(places: QueuePosition) -> str:
 
 
 PREPARING = "its grammar is being compiled"
-"""Why a guided request is still there."""
+"""Why a guided request is still in the queue."""
 
 
 def describe_queued(place: int, num_waiting: int, reason: str) -> dict[str, Any]:
-    """The answer for a request that the batch manager has not taken yet."""
+    """The same for a request that the batch manager has not fetched yet."""
     return {"state": "queued", "reason": reason, "place": place, "num_waiting": num_waiting}
 
 
 def expiry_error(expired: Expired, waits: WaitReasons) -> str:
-    """What a client whose deadline has passed is told, with numbers and its place among those who
-    wait; "" if it has tokens instead.
+    """The error for a request past its deadline, with the reason it waited; "" if it has tokens.
 
-    It is the server that had no room in time: UNAVAILABLE, as where Triton's own queue lets a
-    request expire.
-
-    ``waits``: as it was before anybody was ended.
+    The server had no room in time: UNAVAILABLE, as when a request expires in Triton's own queue.
+    ``waits``: from before any expired request was ended.
     """
     request = expired.request
     if expired.is_queue_deadline or not request.has_started:
@@ -194,7 +184,7 @@ def expiry_error(expired: Expired, waits: WaitReasons) -> str:
 
 
 def describe_load(stats: IterationStats) -> str:
-    """What keeps new requests out, for whoever refuses one: places, blocks, those who wait."""
+    """Taken places, waiting requests and free blocks, for an error message."""
     return (
         f"{stats.num_active_requests} of {stats.max_num_requests} places are taken, "
         f"{stats.num_waiting_requests} of those requests wait, and {stats.num_free_blocks} of "

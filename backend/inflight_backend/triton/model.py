@@ -56,7 +56,7 @@ from inflight_backend.triton.watchdog import (
 )
 from inflight_backend.triton_io.sender import ResponseFactory
 from inflight_protocol import ERRORS, EVENTS
-from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
+from inflight_scheduler import TrtGptModelType, policy_name
 
 _OWN_STUB = Path("/proc/self/exe")
 # Named by pybind11 from 2.12 on, the first one that knows numpy 2 (python_backend#384).
@@ -328,7 +328,7 @@ class TritonPythonModel:
             checkpoint,
             _MODEL_TYPES[parameters.gpt_model_type.lower()],
             parameters.max_beam_width,
-            CapacitySchedulerPolicy[parameters.batch_scheduler_policy.upper()],
+            parameters.batch_scheduler_policy,
             lambda room: self._queue.take(0 if self._dispatcher.is_behind else room),
             self._dispatcher.send_response,
             self._queue.poll_stop_signals,
@@ -380,7 +380,7 @@ class TritonPythonModel:
         engine = self._manager.engine
         self._ready_fields = {
             "model": checkpoint.name,
-            "policy": self._manager.policy.name.lower(),
+            "policy": policy_name(self._manager.policy),
             "max_batch_size": parameters.max_batch_size,
             "max_seq_len": longest_text(self._manager.limits),
             "max_num_tokens": engine.max_num_tokens,

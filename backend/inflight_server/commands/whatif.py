@@ -277,14 +277,13 @@ def _variants(
     ``own``: a scheduler of the user to be compared, alone and under all ``sizes``.
     """
     from inflight_recorder.schema import SettingsRecord
-    from inflight_scheduler import CapacitySchedulerPolicy
+    from inflight_scheduler import POLICIES, find_policy
 
     yield Variant("as recorded", settings)
-    names = {policy.name.lower(): policy for policy in CapacitySchedulerPolicy}
     for name in policies or ():
-        if name not in names:
-            raise ConfigurationError(f"--policy {name}: choose one of {', '.join(names)}")
-    combinations = _combinations({"policy": [names[name] for name in policies or ()], **sizes})
+        if name not in POLICIES:
+            raise ConfigurationError(f"--policy {name}: choose one of {', '.join(POLICIES)}")
+    combinations = _combinations({"policy": policies, **sizes})
     if own is not None:
         own_ones = [{}, *_combinations(sizes)]
         combinations += [{"scheduler_class": own, **changes} for changes in own_ones]
@@ -295,7 +294,7 @@ def _variants(
     for changes in combinations:
         name = _name(changes)
         if "policy" in changes:
-            changes["scheduler_class"] = None
+            changes |= {"policy": find_policy(changes["policy"]), "scheduler_class": None}
         changed = replace(settings, **changes)
         SettingsRecord.of(changed)  # raises where a number is out of its bounds
         yield Variant(name, changed)
@@ -309,13 +308,10 @@ def _combinations(choices: Mapping[str, Sequence[Any] | None]) -> list[dict[str,
 
 
 def _name(changes: Mapping[str, Any]) -> str:
-    words = []
-    for field, value in changes.items():
-        if field == "policy":
-            words.append(value.name.lower())
-        else:
-            words.append(value if field == "scheduler_class" else f"{field}={value}")
-    return " ".join(words)
+    return " ".join(
+        value if field in ("policy", "scheduler_class") else f"{field}={value}"
+        for field, value in changes.items()
+    )
 
 
 def _run(

@@ -45,7 +45,7 @@ POLICIES: dict[str, type[CapacityScheduler]] = {}
 
 
 def register_policy(name: str) -> Callable[[_Policy], _Policy]:
-    """Make a class of this package the capacity policy ``name`` of the server.
+    """Make a class the capacity policy ``name``, which `make_scheduler` and `GptManager` accept.
 
     A module in this folder is all that a new policy takes: it is found, offered by
     ``batch_scheduler_policy``, recorded, replayed and offered by ``inflight whatif``.

@@ -147,6 +147,15 @@ def policy_name(policy: CapacitySchedulerPolicy | str) -> str:
     return name
 
 
+def find_policy(policy: CapacitySchedulerPolicy | str) -> CapacitySchedulerPolicy | str:
+    """One spelling for each policy: the Executor API's member, else the registered name.
+
+    `ValueError` if there is none.
+    """
+    name = policy_name(policy)
+    return CapacitySchedulerPolicy.__members__.get(name.upper(), name)
+
+
 def _first_state(resources: Sequence[Resource]) -> LlmRequestState:
     has_encoder = any(resource.serves_encoder for resource in resources)
     return LlmRequestState.ENCODER_INIT if has_encoder else LlmRequestState.CONTEXT_INIT

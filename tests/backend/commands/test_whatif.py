@@ -150,7 +150,7 @@ def test_a_pipe_is_read_once(recording: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--policy", "best"], "--policy best: choose one of max_utilization"),
+        (["--policy", "best"], "--policy best: choose one of guaranteed_no_evict"),
         (["--rate", "5", "--prompt", "9-3"], "--prompt 9-3: write a number of tokens, or two"),
         (["--rate", "5", "--output", "x"], "--output x: write a number of tokens, or two"),
         (["--kv-blocks", str(10**18)], "num_blocks: Expected `int` <= 4194304"),

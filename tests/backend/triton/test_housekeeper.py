@@ -56,7 +56,7 @@ def test_tasks_rest_while_no_request_is_there() -> None:
         if len(seen) == 5:
             requests.clear()
 
-    tasks = [PeriodicTask(look, 0.001), PeriodicTask(idle_ran.release, 60.0, idle_period=0.01)]
+    tasks = [PeriodicTask(look, 0.001), PeriodicTask(idle_ran.release, 0.01, idle_period=0.01)]
     periodic_tasks = PeriodicTasks(tasks, is_busy=lambda: bool(requests))
     for _ in range(5):
         assert idle_ran.acquire(timeout=WAIT)

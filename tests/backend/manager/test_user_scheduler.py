@@ -1,4 +1,4 @@
-"""A user's scheduler decides; a bad one is overruled and nothing is lost."""
+"""A user's scheduler decides; a refused decision is replaced and no request is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.manager_harness import WAIT, Recorder, request, running
+from support.manager_harness import BOTH_LOOPS, WAIT, Recorder, request, running
 from support.triton_stub import CountingEngine
 from support.user_schedulers import (
     AsksForMore,
@@ -45,8 +45,12 @@ from support.user_schedulers import (
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.batcher import Batcher
-from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.manager.parameters import (
+    KvCacheConfig,
+    OverlapScheduler,
+    TrtGptModelOptionalParams,
+)
+from inflight_backend.manager.step_loop import make_steps
 from inflight_backend.manager.user_scheduler import find_scheduler_class
 from inflight_recorder.replay import replay
 from inflight_recorder.storage import RecordingReader, open_recording
@@ -67,7 +71,7 @@ def params_for(scheduler: type) -> TrtGptModelOptionalParams:
     )
 
 
-def test_the_users_scheduler_decides() -> None:
+def test_user_scheduler_decides() -> None:
     recorder = Recorder([request(i, [100 * i], 30 - i) for i in range(1, 6)])
     finished: list[int] = []
     recorder.on_response = lambda i, is_final: finished.append(i) if is_final else None
@@ -78,15 +82,15 @@ def test_the_users_scheduler_decides() -> None:
     assert max(len(b.context_chunks) + len(b.generation_slots) for b in engine.batches) == 1
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True])
-def test_it_may_take_requests_out_of_the_list_it_is_given(
-    is_overlapped: bool, caplog: pytest.LogCaptureFixture
+@BOTH_LOOPS
+def test_user_scheduler_may_change_the_list_it_is_given(
+    overlap: OverlapScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = Recorder([request(i, [100 * i], 30 - i) for i in range(1, 7)])
     engine = CountingEngine()
     params = replace(
         params_for(TakesOut),
-        overlap_scheduler=OverlapScheduler.ON if is_overlapped else OverlapScheduler.OFF,
+        overlap_scheduler=overlap,
     )
     with running(recorder, engine, params=params):
         recorder.wait_for_finals(*range(1, 7))
@@ -94,7 +98,7 @@ def test_it_may_take_requests_out_of_the_list_it_is_given(
     assert max(len(b.context_chunks) + len(b.generation_slots) for b in engine.batches) == 3
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True])
+@BOTH_LOOPS
 @pytest.mark.parametrize(
     "scheduler",
     [
@@ -113,15 +117,15 @@ def test_it_may_take_requests_out_of_the_list_it_is_given(
     ],
 )
 @pytest.mark.case(98)
-def test_a_bad_scheduler_is_overruled_with_one_warning(  # case 98
-    scheduler: type, is_overlapped: bool, caplog: pytest.LogCaptureFixture
+def test_bad_scheduler_is_overruled_with_one_warning(
+    scheduler: type, overlap: OverlapScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = Recorder([request(i, [7, 8, 100 * i], 30) for i in range(1, 7)])
     engine = CountingEngine(num_blocks=17, tokens_per_block=4)
     params = replace(
         params_for(scheduler),
         enable_chunked_context=scheduler is PausesMidway,
-        overlap_scheduler=OverlapScheduler.ON if is_overlapped else OverlapScheduler.OFF,
+        overlap_scheduler=overlap,
     )
     with caplog.at_level(logging.WARNING), running(recorder, engine, params=params):
         recorder.wait_for_finals(*range(1, 7))
@@ -132,7 +136,7 @@ def test_a_bad_scheduler_is_overruled_with_one_warning(  # case 98
     assert recorder.stats[-1]["Used KV cache blocks"] == 0
 
 
-def test_what_ours_says_when_a_users_scheduler_calls_it_wrongly_is_logged(
+def test_message_of_our_own_error_in_a_user_scheduler_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     recorder = Recorder([request(1, [7] * 30, 3), request(2, [8], 3)])
@@ -144,11 +148,11 @@ def test_what_ours_says_when_a_users_scheduler_calls_it_wrongly_is_logged(
     assert "micro_batch.py" in (warning.exc_text or "")
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True])
-def test_one_that_pauses_while_requests_share_blocks_keeps_its_books_right(
-    is_overlapped: bool, caplog: pytest.LogCaptureFixture
+@BOTH_LOOPS
+def test_user_scheduler_that_pauses_requests_with_shared_blocks_counts_right(
+    overlap: OverlapScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the `BlockForecast` of the page nothing it decides is refused."""
+    """With the `BlockForecast` of the documentation no decision is refused."""
     prompts = {
         i: [7] * 12 * (i % 3 == 0) + list(range(50 * i, 50 * i + 5 + i)) for i in range(1, 15)
     }
@@ -156,7 +160,7 @@ def test_one_that_pauses_while_requests_share_blocks_keeps_its_books_right(
     params = replace(
         params_for(LeastServed),
         kv_cache_config=KvCacheConfig(enable_block_reuse=True),
-        overlap_scheduler=OverlapScheduler.ON if is_overlapped else OverlapScheduler.OFF,
+        overlap_scheduler=overlap,
     )
     engine = CountingEngine(num_blocks=24, tokens_per_block=4, max_num_tokens=64)
     with running(recorder, engine, params=params):
@@ -168,8 +172,8 @@ def test_one_that_pauses_while_requests_share_blocks_keeps_its_books_right(
     assert recorder.stats[-1]["Reused KV cache blocks"] > 0
 
 
-def test_the_page_names_what_there_is() -> None:
-    page = (Path(__file__).parents[2] / "docs/scheduling.md").read_text(encoding="utf-8")
+def test_docs_name_existing_members() -> None:
+    page = (Path(__file__).parents[3] / "docs/scheduling.md").read_text(encoding="utf-8")
     table, _, books = page.partition("| member of the block manager |")[2].partition(
         "`BlockForecast("
     )
@@ -182,7 +186,7 @@ def test_the_page_names_what_there_is() -> None:
 
 
 def record_with(scheduler: type, path: Path) -> dict[str, Any]:
-    """Three requests; what is said of the second when the first one has its third token."""
+    """Serve three requests; return `why` of the second at the third token of the first."""
     recorder = Recorder()
     params = replace(params_for(scheduler), record_file=str(path))
     engine = CountingEngine(num_blocks=20, tokens_per_block=4)
@@ -204,8 +208,8 @@ def reasons_in(path: Path) -> set[str]:
     return {each.first_reason for lane in lanes for each in lane.intervals if each.first_reason}
 
 
-def test_whoever_is_left_out_hears_the_numbers(tmp_path: Path) -> None:
-    """From `why`, and in a picture, which does not need the class."""
+def test_request_that_is_left_out_is_told_the_numbers(tmp_path: Path) -> None:
+    """By `why`, and in a timeline, which does not need the class."""
     answer = record_with(OneAtATime, tmp_path / "r.jsonl")
     text = "left out by the scheduler OneAtATime: needs 1 KV blocks, free 19; 1 of 8 places"
     assert answer["reason"].startswith(f"{text} and 1 of 256 tokens are taken")
@@ -216,8 +220,8 @@ def test_whoever_is_left_out_hears_the_numbers(tmp_path: Path) -> None:
     assert any(text in reason for reason in reasons)
 
 
-def test_where_the_default_took_over_its_reasons_count(tmp_path: Path) -> None:
-    """Room for two of three: the refused scheduler is not blamed."""
+def test_reasons_are_those_of_the_default_when_it_took_over(tmp_path: Path) -> None:
+    """There is room for two of three requests."""
     answer = record_with(Raises, tmp_path / "r.jsonl")
     assert answer["state"] == "generation"
     reasons = reasons_in(tmp_path / "r.jsonl")
@@ -226,7 +230,7 @@ def test_where_the_default_took_over_its_reasons_count(tmp_path: Path) -> None:
     assert any(reason.startswith("paused as victim of request") for reason in reasons)
 
 
-def test_asking_why_does_not_ask_the_users_scheduler(tmp_path: Path) -> None:
+def test_why_does_not_call_the_user_scheduler(tmp_path: Path) -> None:
     """One that counts its calls would decide otherwise afterwards, and no replay would agree."""
     record_with(EveryOtherTime, tmp_path / "r.jsonl")
     name = f"{EveryOtherTime.__module__}:{EveryOtherTime.__name__}"
@@ -235,9 +239,9 @@ def test_asking_why_does_not_ask_the_users_scheduler(tmp_path: Path) -> None:
     assert result.divergence is None, str(result)
 
 
-def test_asking_why_changes_no_context_of_a_refused_scheduler() -> None:
-    """The default explains by deciding, which cuts the third prompt; the next one of the user's
-    would run that piece, and a replay, in which nobody asks, the whole prompt."""
+def test_why_changes_no_context_size_after_a_refused_decision() -> None:
+    """The default explains by deciding, which cuts the third prompt; the user's next decision would
+    run that chunk, and a replay, which explains nothing, the whole prompt."""
     engine = CountingEngine(max_num_tokens=16)
     params = replace(params_for(RaisesAtFirst), enable_chunked_context=True, context_chunk_unit=4)
     batcher = Batcher(engine, CapacitySchedulerPolicy.MAX_UTILIZATION, params)
@@ -247,21 +251,21 @@ def test_asking_why_changes_no_context_of_a_refused_scheduler() -> None:
         batcher.active.add(new)
         batcher.recorder.arrived(new)
 
-    def turn() -> list[int]:
-        outcome = steps.turn()
+    def run_once() -> list[int]:
+        outcome = steps.run_once()
         batcher.recorder.finish_iteration()
         return [len(chunk.tokens) for chunk in outcome.batch.context_chunks]
 
-    steps = batcher.make_steps()
-    assert turn() == [4, 12], "the default's: it alone cuts"
-    assert batcher.explain() == {}, "the default would run all, the third one in part"
-    assert turn() == [15]
+    steps = make_steps(batcher)
+    assert run_once() == [4, 12], "only the default cuts"
+    assert batcher.explain() == {}, "the default would run all three, the third in part"
+    assert run_once() == [15]
     reader = RecordingReader(io.BytesIO("".join(batcher.recorder.lines()).encode()), "ring")
     result = replay(reader, scheduler_maker(params.scheduler_class))
     assert result.divergence is None, str(result)
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True])
+@BOTH_LOOPS
 @pytest.mark.parametrize(
     ("scheduler", "most_requests"),
     [
@@ -276,16 +280,16 @@ def test_asking_why_changes_no_context_of_a_refused_scheduler() -> None:
 def test_every_kind_of_scheduler_plugs_in(
     scheduler: type,
     most_requests: int,
-    is_overlapped: bool,
+    overlap: OverlapScheduler,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Prompts that must be cut and begin alike, too many to run at once; then a replay."""
+    """Long prompts with a shared prefix, too many to run at once; then a replay."""
     params = replace(
         params_for(scheduler),
         max_batch_size=5,
         enable_chunked_context=scheduler is not OwnParts,
-        overlap_scheduler=OverlapScheduler.ON if is_overlapped else OverlapScheduler.OFF,
+        overlap_scheduler=overlap,
         record_file=str(tmp_path / "r.jsonl"),
     )
     engine = CountingEngine(num_blocks=120, tokens_per_block=4, max_num_tokens=32)
@@ -309,7 +313,7 @@ def test_every_kind_of_scheduler_plugs_in(
     assert result.divergence is None, str(result)
 
 
-def test_a_capacity_scheduler_is_called_by_its_name(tmp_path: Path) -> None:
+def test_capacity_scheduler_is_reported_by_its_name(tmp_path: Path) -> None:
     """Not by that of what it is combined with."""
     answer = record_with(FirstOne, tmp_path / "r.jsonl")
     text = "left out by the scheduler FirstOne"
@@ -327,7 +331,7 @@ def test_a_capacity_scheduler_is_called_by_its_name(tmp_path: Path) -> None:
         ("json:JSONDecoder", "is none of RequestScheduler, CapacityScheduler, MicroBatchScheduler"),
     ],
 )
-def test_a_wrong_name_is_refused(name: str, message: str) -> None:
+def test_wrong_name_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         find_scheduler_class(name)
 
@@ -340,7 +344,7 @@ def test_a_wrong_name_is_refused(name: str, message: str) -> None:
         ("raise SystemExit(3)", "SystemExit: 3"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_refused_by_name(
+def test_module_that_cannot_be_imported_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
 ) -> None:
     (tmp_path / "broken_policy.py").write_text(code)
@@ -351,7 +355,7 @@ def test_a_module_that_cannot_be_imported_is_refused_by_name(
 
 
 @pytest.mark.parametrize("scheduler", [AsksForMore, CapacityScheduler, ExitsWhenMade])
-def test_one_that_cannot_be_made_is_refused(scheduler: type) -> None:
+def test_class_that_cannot_be_constructed_is_refused(scheduler: type) -> None:
     reason = "SystemExit: " if scheduler is ExitsWhenMade else "TypeError: "
     text = f"scheduler_class {scheduler.__name__} cannot be made: {reason}"
     with (

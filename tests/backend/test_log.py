@@ -1,13 +1,13 @@
-"""What loggers write of an exception: types and frames, and a message only about the machine."""
+"""The log of an exception: types and frames, and a message only about the machine."""
 
 from __future__ import annotations
 
 import pytest
 
-from inflight_backend import log as private_log
+from inflight_backend import log
 from inflight_backend.log import get_logger
 
-SAYING = "SECRET"  # not in the lines that the frames show
+MESSAGE = "SECRET"  # the frames show lines of code, which hold no such word
 
 
 def fail(error: BaseException, cause: BaseException | None = None) -> None:
@@ -19,44 +19,44 @@ def logged(caplog: pytest.LogCaptureFixture, error: BaseException) -> str:
         try:
             fail(error)
         except BaseException as first:
-            fail(RuntimeError(SAYING), first)
+            fail(RuntimeError(MESSAGE), first)
     except BaseException:
         get_logger("test").exception("step %d failed", 3)
     return caplog.text
 
 
-def test_each_exception_of_a_chain_is_its_type_and_its_frames(
+def test_exception_chain_is_logged_as_types_and_frames(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    text = logged(caplog, KeyError(SAYING))
+    text = logged(caplog, KeyError(MESSAGE))
     assert "step 3 failed" in text
     assert text.index("KeyError\nwhich led to\n") < text.index("RuntimeError\n")
     assert text.count("in fail\n") == 2
-    assert "SECRET" not in text
+    assert MESSAGE not in text
 
 
-def test_want_of_memory_says_how_much(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_error_is_logged_with_its_first_line(caplog: pytest.LogCaptureFixture) -> None:
     class OutOfMemoryError(RuntimeError):
         """As torch's is called."""
 
-    text = logged(caplog, OutOfMemoryError(f"tried to allocate 2 GiB\n{SAYING}"))
+    text = logged(caplog, OutOfMemoryError(f"tried to allocate 2 GiB\n{MESSAGE}"))
     assert "OutOfMemoryError: tried to allocate 2 GiB\n" in text
-    assert "SECRET" not in text
+    assert MESSAGE not in text
 
 
-def test_a_chain_that_bites_its_tail_ends(caplog: pytest.LogCaptureFixture) -> None:
-    error = ValueError(SAYING)
+def test_circular_chain_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    error = ValueError(MESSAGE)
     error.__cause__ = error
     assert "ValueError" in logged(caplog, error)
 
 
-def test_an_exception_that_cannot_be_described_is_named(
+def test_exception_that_cannot_be_described_is_logged_by_its_type(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever logs may have no memory left: that is no reason to fail in turn."""
+    """The process may have no memory left."""
 
     def fail_again(error: BaseException) -> str:
         raise MemoryError
 
-    monkeypatch.setattr(private_log, "_describe", fail_again)
-    assert logged(caplog, KeyError(SAYING)).splitlines()[-1] == "RuntimeError"
+    monkeypatch.setattr(log, "_describe", fail_again)
+    assert logged(caplog, KeyError(MESSAGE)).splitlines()[-1] == "RuntimeError"

@@ -1,4 +1,4 @@
-"""A user's callable at the logits of a request: what it sees, what it changes, how it fails."""
+"""A user's callable at the logits of a request: what it gets, what it changes, how it fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.checkpoints import VOCAB_SIZE, oracle_logits, oracle_tokens, write_checkpoint
-from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from support.manager_harness import (
+    BOTH_LOOPS,
+    GUARANTEED,
+    MAX_UTILIZATION,
+    Recorder,
+    request,
+    running,
+)
 from support.triton_stub import CountingEngine
 from transformers import AutoTokenizer
 
@@ -24,21 +31,26 @@ from inflight_backend.manager.logits_processors import (
     check_logits_processors,
     find_logits_processors,
 )
-from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.manager.parameters import (
+    KvCacheConfig,
+    OverlapScheduler,
+    TrtGptModelOptionalParams,
+)
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import PROCESSOR_FIELD
 from inflight_scheduler import TrtGptModelType
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+
+
 NUM_NEW = 8
-BOTH_LOOPS = pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
+
 
 Tokens = Sequence[Sequence[int]]
 
 
 class OnlyHigher:
-    """Each token must be larger than the one before it, modulo 150; remembers what it was shown."""
+    """Each token must be larger than the one before it, modulo 150; remembers what it was given."""
 
     def __init__(self) -> None:
         self.shown: dict[int, list[list[int]]] = {}
@@ -137,10 +149,10 @@ def params_of(
 
 @BOTH_LOOPS
 @pytest.mark.parametrize("is_scarce", [False, True])
-def test_it_sees_the_text_so_far_and_decides_what_is_drawn(
+def test_processor_gets_the_text_so_far_and_changes_what_is_sampled(
     folder: Path, engine: Engine, overlap: OverlapScheduler, is_scarce: bool
 ) -> None:
-    """Also in chunks and with pauses; the request beside it gets what it would get alone."""
+    """Also in chunks and with pauses; another request of the batch gets what it would get alone."""
     prompts = {i: PROMPT[i:] for i in (1, 2, 3)}
     processor = OnlyHigher()
     recorder = Recorder(
@@ -167,14 +179,14 @@ def test_it_sees_the_text_so_far_and_decides_what_is_drawn(
 
 def page_module(number: int) -> tuple[types.ModuleType, str]:
     """A code block of docs/sampling.md as a module, and the page."""
-    page = (Path(__file__).parents[2] / "docs/sampling.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/sampling.md").read_text(encoding="utf-8")
     code = re.findall("```python\n(.*?)```", page, re.DOTALL)[number]
     module = types.ModuleType("my_module")
     exec(compile(code, "docs/sampling.md", "exec"), module.__dict__)
     return module, page
 
 
-def test_the_processors_of_the_page_work(
+def test_processors_of_the_documentation_work(
     folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first code block of docs/sampling.md, named in the setting."""
@@ -193,7 +205,7 @@ def test_the_processors_of_the_page_work(
 
 
 class Phrase:
-    """As TensorRT-LLM's processors are published: five arguments, and one object for a request."""
+    """As TensorRT-LLM's processors are published: five arguments, and an instance per request."""
 
     made: ClassVar[list[Phrase]] = []
 
@@ -218,10 +230,10 @@ class Phrase:
             logits += mask.to(logits.device, non_blocking=True)
 
 
-def test_those_of_others_run_as_the_page_has_them(
+def test_published_processors_run_as_the_documentation_shows(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The zoo, which is not installed here, extends a class of tensorrt_llm's beside its own."""
+    """logits-processor-zoo, which is not installed here, extends a class of tensorrt_llm."""
     monkeypatch.setitem(sys.modules, "tensorrt_llm.sampling_params", None)
     zoo = types.ModuleType("logits_processor_zoo.trtllm")
 
@@ -262,10 +274,10 @@ def with_an_option(
 
 
 @BOTH_LOOPS
-def test_published_ones_run_and_a_class_has_an_object_for_each_sequence(
+def test_class_has_an_instance_per_request_and_arguments_may_be_fewer(
     engine: Engine, overlap: OverlapScheduler
 ) -> None:
-    """Also with fewer arguments, and another type of numbers returned."""
+    """Also with a result of another type of numbers."""
     Phrase.made.clear()
     processors: dict[str, Callable[..., Any]] = {
         "phrase": Phrase,
@@ -295,7 +307,7 @@ def test_published_ones_run_and_a_class_has_an_object_for_each_sequence(
     "sampling", [{}, {"temperature": 1e-5, "random_seed": 3}, {"runtime_top_p": 0.9}]
 )
 def test_infinity_forces_its_token(engine: Engine, sampling: dict[str, Any]) -> None:
-    """As some force the end of an answer; those that it leaves are still drawn from."""
+    """As some force the end of an answer; without it the tokens are sampled as usual."""
 
     def force(_: int, logits: torch.Tensor, tokens: Tokens, __: None) -> None:
         if len(tokens[0]) != len(PROMPT) + 1:
@@ -334,14 +346,14 @@ class CannotBeMade(OnlyHigher):
         (unchanged, ""),
     ],
 )
-def test_a_bad_one_ends_its_request_only(
+def test_failing_processor_ends_only_its_request(
     folder: Path,
     engine: Engine,
     overlap: OverlapScheduler,
     processor: Callable[..., Any],
     message: str,
 ) -> None:
-    """One that changes nothing is not bad: most have nothing to do at most tokens."""
+    """One that changes nothing does not fail: most have nothing to do at most tokens."""
     recorder = Recorder([asking(1, PROMPT, 6, "bad"), request(2, PROMPT[2:], 6)])
     with running(recorder, engine, params=params_of(overlap, {"bad": processor})):
         recorder.wait_for_finals(1, 2)
@@ -356,13 +368,27 @@ def test_a_bad_one_ends_its_request_only(
     assert recorder.stats[-1]["Used KV cache blocks"] == 0
 
 
-def test_a_name_that_is_not_there_is_refused(engine: Engine) -> None:
-    """The others' names are not told."""
-    names = {1: "nobody", 2: "bad\n", 3: ""}
+@BOTH_LOOPS
+def test_processor_that_fails_behind_the_last_token_fails_no_request(
+    folder: Path, engine: Engine, overlap: OverlapScheduler
+) -> None:
+    """In the overlapped loop it is called once more before the stop word is found."""
+    answer = oracle_tokens(folder, PROMPT, 6)
+    stop_words = [answer[1:3], [2, -1]]
+    recorder = Recorder([asking(1, PROMPT, 6, "late", stop_words_list=stop_words)])
+    with running(recorder, engine, params=params_of(overlap, {"late": late})):
+        recorder.wait_for_finals(1)
+    assert recorder.responses[1][-1][2] == ""
+    assert recorder.tokens(1) == answer[:3]
+
+
+def test_unknown_processor_is_refused(engine: Engine) -> None:
+    """The names of the others are not told."""
+    names = {1: "unknown", 2: "bad\n", 3: ""}
     recorder = Recorder([asking(i, [1, 2], 2, name) for i, name in names.items()])
     with running(recorder, engine, params=params_of(OverlapScheduler.OFF, {"bad": raises})):
         recorder.wait_for_finals(*names)
-    for i, shown in ((1, "'nobody'"), (2, "'bad\\n'")):
+    for i, shown in ((1, "'unknown'"), (2, "'bad\\n'")):
         error = recorder.responses[i][-1][2]
         assert error == (
             f"'{PROCESSOR_FIELD}' names {shown}, and this server has no logits processor "
@@ -371,7 +397,7 @@ def test_a_name_that_is_not_there_is_refused(engine: Engine) -> None:
     assert len(recorder.tokens(3)) == 2
 
 
-def test_beams_have_none() -> None:
+def test_processor_with_beams_is_refused() -> None:
     processors = ActiveProcessors({"bad": raises}, can_edit=True)
     values: dict[str, Any] = {PROCESSOR_FIELD: "bad"}
     processors.check(InferenceRequest.from_tokens(1, [1], 2, beam_width=1, **values))
@@ -381,7 +407,7 @@ def test_beams_have_none() -> None:
         processors.check(InferenceRequest.from_tokens(1, [1], 2, beam_width=2, **values))
 
 
-def test_an_engine_without_logits_and_v1_have_none() -> None:
+def test_processor_is_refused_by_an_engine_without_logits_and_by_v1() -> None:
     recorder = Recorder([asking(1, [1], 2, "bad")])
     params = params_of(OverlapScheduler.OFF, {"bad": raises})
     with running(recorder, CountingEngine(), params=params):
@@ -410,14 +436,14 @@ def test_an_engine_without_logits_and_v1_have_none() -> None:
         ("a=io:StringIO", "or without the stream; of a class, its instances"),
     ],
 )
-def test_a_wrong_setting_is_refused(text: str, message: str) -> None:
+def test_wrong_setting_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match="logits_processors") as caught:
         find_logits_processors(text)
     assert message in str(caught.value)
 
 
-def test_a_class_that_wants_arguments_is_refused_at_once() -> None:
-    """As those that are published for one object a request are named as they are."""
+def test_class_that_needs_arguments_is_refused() -> None:
+    """An instance of it, which serves all requests, is accepted."""
 
     class WithPhrase(OnlyHigher):
         def __init__(self, phrase: str) -> None:
@@ -428,7 +454,7 @@ def test_a_class_that_wants_arguments_is_refused_at_once() -> None:
         check_logits_processors({"a": WithPhrase})
 
 
-def test_several_are_named_in_one_setting() -> None:
+def test_setting_names_several_processors() -> None:
     import os.path
 
     found = find_logits_processors(" join = os.path:join ,max=builtins:max,")

@@ -1,4 +1,4 @@
-"""A model process dies with the launcher, whatever it is doing. Real processes and signals."""
+"""A model process dies with its launcher, whatever it is doing. Real processes and signals."""
 
 from __future__ import annotations
 
@@ -14,16 +14,26 @@ import pytest
 from inflight_backend.process_guard import DeathPipe
 
 WAIT = 30.0
+
+
 MODELS = ("llm", "added")
-# As in Triton's code, which may wait with Python's lock: none of Python's threads can do anything.
+
+
+# In C code that holds Python's lock, as Triton may: no thread of Python can run.
 STUCK_IN_NATIVE_CODE = "import ctypes; ctypes.PyDLL(None).sleep(60)"
+
+
 IDLE = "import time; time.sleep(60)"
+
+
 MODEL = """
 import sys
 from inflight_backend.process_guard import die_with_launcher
 die_with_launcher(sys.argv[1])
 print("up", flush=True)
 """
+
+
 LAUNCHER = """
 import sys
 from pathlib import Path
@@ -48,9 +58,21 @@ def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[st
     return process
 
 
+def run_model(code: str, **environment: str) -> tuple[int, str]:
+    """Run a model process to its end; its exit status and output."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "llm"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+    )
+    return done.returncode, done.stdout
+
+
 @pytest.mark.case(124)
 @pytest.mark.parametrize("doing", [STUCK_IN_NATIVE_CODE, IDLE], ids=["stuck", "idle"])
-def test_a_model_dies_with_a_launcher_that_is_killed(doing: str, tmp_path: Path) -> None:
+def test_model_dies_with_its_killed_launcher(doing: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "lifeline")
     with start(LAUNCHER, folder, *MODELS) as launcher:
         models = [start(MODEL + doing, name, INFLIGHT_LIFELINE=folder) for name in MODELS]
@@ -62,24 +84,18 @@ def test_a_model_dies_with_a_launcher_that_is_killed(doing: str, tmp_path: Path)
 
 @pytest.mark.case(124)
 @pytest.mark.parametrize("is_swept", [False, True])
-def test_a_model_that_comes_too_late_ends_by_itself(is_swept: bool, tmp_path: Path) -> None:
+def test_model_that_starts_after_the_launchers_death_exits(is_swept: bool, tmp_path: Path) -> None:
     lifeline = DeathPipe(tmp_path / "lifeline", MODELS)
     lifeline.close()
     if is_swept:
         shutil.rmtree(tmp_path / "lifeline")
-    late = subprocess.run(
-        [sys.executable, "-c", MODEL, "llm"],
-        env={**os.environ, **lifeline.environment},
-        capture_output=True,
-        timeout=WAIT,
-    )
-    assert (late.returncode, late.stdout) == (1, b"")
+    assert run_model(MODEL, **lifeline.environment) == (1, "")
 
 
 @pytest.mark.case(109)
-def test_nobody_dies_of_a_neighbour(tmp_path: Path) -> None:
-    """Opening and closing a FIFO beside the launcher kills none; whatever happens to one (what
-    kernels tell a reader of another one's end differs), other models hear nothing of it."""
+def test_event_on_one_pipe_kills_no_other_model(tmp_path: Path) -> None:
+    """Opening and closing a FIFO beside the launcher kills no model. An event on one FIFO (kernels
+    differ in what a reader is told of another one's end) reaches no other model."""
     lifeline = DeathPipe(tmp_path / "lifeline", MODELS)
     with (
         start(MODEL + IDLE, "llm", **lifeline.environment) as model,
@@ -97,30 +113,19 @@ def test_nobody_dies_of_a_neighbour(tmp_path: Path) -> None:
 
 def test_without_a_launcher_nothing_happens() -> None:
     """As in a plain Triton."""
-    alone = subprocess.run([sys.executable, "-c", MODEL, "llm"], capture_output=True, timeout=WAIT)
-    assert (alone.returncode, alone.stdout) == (0, b"up\n")
+    assert run_model(MODEL) == (0, "up\n")
 
 
-def test_a_kernel_that_does_not_take_part_stops_no_model(tmp_path: Path) -> None:
-    """The model loads; it looks for its parent as ever."""
-    no_descriptor = """
-import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
-"""
-    imported = "from inflight_backend.process_guard import die_with_launcher"
-    code = MODEL.replace(imported, imported + no_descriptor)
+def test_kernel_without_the_feature_stops_no_model(tmp_path: Path) -> None:
+    """The model loads; it still checks for its parent."""
+    no_descriptor = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+    code = MODEL.replace("die_with_launcher(sys", no_descriptor + "die_with_launcher(sys")
     lifeline = DeathPipe(tmp_path / "lifeline", MODELS)
-    alone = subprocess.run(
-        [sys.executable, "-c", code, "llm"],
-        env={**os.environ, **lifeline.environment},
-        capture_output=True,
-        timeout=WAIT,
-    )
+    assert run_model(code, **lifeline.environment) == (0, "up\n")
     lifeline.close()
-    assert (alone.returncode, alone.stdout) == (0, b"up\n")
 
 
-def test_where_one_cannot_be_made_none_is_held(tmp_path: Path) -> None:
+def test_failed_construction_leaves_no_descriptor_open(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
         DeathPipe(tmp_path / "lifeline", ("llm", "no/such"))

@@ -1,21 +1,32 @@
-"""What a request in flight is said to do, asked between all iterations of its life."""
+"""What a request is reported to do and why it waits, and calls to the thread of the loop."""
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
+from functools import partial
 from itertools import groupby
 from typing import Any
 
-from support.manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
+import pytest
+from support.manager_harness import (
+    GUARANTEED,
+    MAX_UTILIZATION,
+    WAIT,
+    GatedEngine,
+    Recorder,
+    request,
+    running,
+)
 from support.triton_stub import CountingEngine
 
-from inflight_backend.engine.interface import MemoryUsage
 from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
-from inflight_backend.manager.statistics import IterationStats
-from inflight_backend.manager.wait_reasons import describe_load, describe_wait
+from inflight_backend.manager.wait_reasons import LoopCalls, describe_wait
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_scheduler import CapacitySchedulerPolicy
+from inflight_scheduler import (
+    CapacitySchedulerPolicy,
+)
 
 
 class Curious(Recorder):
@@ -52,11 +63,11 @@ def ask_all(
 
 
 def states(answers: list[dict[str, Any]]) -> list[str]:
-    """One after another, each once."""
+    """Successive states, without repetitions."""
     return [state for state, _ in groupby(answer["state"] for answer in answers)]
 
 
-def test_a_prompt_in_chunks_is_in_its_context() -> None:
+def test_prompt_in_chunks_is_in_its_context() -> None:
     params = TrtGptModelOptionalParams(
         max_batch_size=8, enable_chunked_context=True, context_chunk_unit=8
     )
@@ -69,7 +80,7 @@ def test_a_prompt_in_chunks_is_in_its_context() -> None:
     assert all(answer["held_blocks"] == 10 for answer in in_context)
 
 
-def test_a_victim_is_paused_until_its_context_is_computed_again() -> None:
+def test_victim_is_paused_until_its_context_is_computed_again() -> None:
     requests = [request(1, range(8), 24), request(2, range(100, 108), 24)]
     answers = ask_all(requests, MAX_UTILIZATION, num_blocks=10, tokens_per_block=4)
     assert states(answers[1]) == ["generation", "not in flight"]
@@ -94,29 +105,7 @@ def test_a_victim_is_paused_until_its_context_is_computed_again() -> None:
     assert (again["num_pauses"], again["generated_tokens"]) == (1, 13)
 
 
-def test_a_refusal_says_how_full_it_is() -> None:
-    stats = IterationStats(
-        iteration=7,
-        num_active_requests=5,
-        max_num_requests=8,
-        num_scheduled_requests=3,
-        num_context_requests=1,
-        num_generation_requests=2,
-        num_paused_requests=0,
-        num_waiting_requests=2,
-        num_repairs=0,
-        num_context_tokens=20,
-        max_num_blocks=40,
-        num_free_blocks=1,
-        tokens_per_block=16,
-        memory=MemoryUsage(),
-    )
-    assert describe_load(stats) == (
-        "5 of 8 places are taken, 2 of those requests wait, and 1 of 40 KV blocks are free"
-    )
-
-
-def test_of_several_requests_the_first_that_is_active_is_meant() -> None:
+def test_why_of_several_requests_is_about_the_first_active_one() -> None:
     recorder = Recorder()
     asked: list[Future[dict[str, Any]]] = []
     with running(recorder) as manager:
@@ -128,3 +117,71 @@ def test_of_several_requests_the_first_that_is_active_is_meant() -> None:
     answers = [future.result(WAIT) for future in asked]
     assert [answer.get("request") for answer in answers] == [2, 3, None]
     assert answers[-1]["state"] == "not in flight"
+
+
+def test_calls_wait_for_the_loop_and_are_answered_in_order() -> None:
+    calls = LoopCalls(wake=lambda: None)
+    seen: list[int] = []
+    futures = [calls.call_soon(partial(seen.append, number)) for number in range(3)]
+    assert not any(future.done() for future in futures)
+    calls.run_pending()
+    assert all(future.done() for future in futures)
+    assert seen == [0, 1, 2]
+
+
+def test_calls_after_the_close_run_on_the_calling_thread() -> None:
+    calls = LoopCalls(wake=lambda: None)
+    last = calls.call_soon(threading.get_ident)
+    calls.close()
+    assert last.result(0) == calls.call_soon(threading.get_ident).result(0)
+
+
+@pytest.mark.parametrize("error", [ValueError(), SystemExit()])
+def test_call_that_raises_fails_alone(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    with running(Recorder()) as manager:
+        assert manager._calls.call_soon(fail).exception(WAIT) is error
+        assert manager._calls.call_soon(lambda: 1).result(WAIT) == 1
+
+
+def test_cancelled_call_is_skipped() -> None:
+    engine = GatedEngine()
+    recorder = Recorder([request(1, [100], 5)])
+    with running(recorder, engine) as manager:
+        assert engine.has_begun.wait(WAIT)
+        assert manager.why(1).cancel()
+        last = manager.why(1)
+        engine.go_on.set()
+        assert last.result(WAIT)["request"] == 1
+        recorder.wait_for_finals(1)
+
+
+def test_callback_of_a_call_that_raises_does_not_stop_the_others() -> None:
+    def fail(_: object) -> None:
+        raise SystemExit
+
+    calls = LoopCalls(wake=lambda: None)
+    futures = [calls.call_soon(lambda: 1) for _ in range(2)]
+    futures[0].add_done_callback(fail)
+    calls.run_pending()
+    assert [future.result(0) for future in futures] == [1, 1]
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_calls_during_the_shutdown_are_answered(attempt: int) -> None:
+    futures: list[Future[int]] = []
+    is_over = threading.Event()
+    with running(Recorder()) as manager:
+
+        def ask() -> None:
+            while not is_over.wait(0.0001):
+                futures.append(manager._calls.call_soon(lambda: 1))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        manager.shutdown()
+        is_over.set()
+        thread.join()
+    assert all(future.result(WAIT) == 1 for future in futures)

@@ -1,4 +1,4 @@
-"""Whatever goes wrong while one request is taken in ends that request only, and nothing stays."""
+"""A request whose intake fails ends alone, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_harness import WAIT, Recorder, request, running
+from support.manager_harness import BOTH_LOOPS, WAIT, EditingEngine, Recorder, request, running
 from support.triton_harness import wait_until
-from support.triton_stub import CountingEngine
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.compiler import GuideService, PendingGuide
@@ -21,18 +20,21 @@ from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.health import DeadlineWatch
 from inflight_backend.manager.logits_processors import ActiveProcessors
 from inflight_backend.manager.output_gatherer import OutputGatherer
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
-from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.stop_words import StopWordWatch
 from inflight_recorder.recorder import FlightRecorder
 from inflight_recorder.replay import replay
 from inflight_recorder.storage import open_recording
-from inflight_scheduler import ActiveRequests, BatchPlanner
+from inflight_scheduler import ActiveRequests
 
 NOT_TAKEN = "the request could not be taken"
+
+
 VICTIM = 3
-# What looks at a request on its way in; the first argument names it.
+
+
+# Where a request is handled on its way in: class and method; its first argument is the request.
 PLACES: dict[str, tuple[type, str]] = {
     "validate": (ActiveProcessors, "check"),
     "processors": (ActiveProcessors, "add"),
@@ -45,18 +47,11 @@ PLACES: dict[str, tuple[type, str]] = {
 
 
 class Panic(BaseException):
-    """As those of Rust libraries: no `Exception`."""
-
-
-class EditingEngine(CountingEngine):
-    """Lets logits processors at logits that it has not."""
-
-    def edit_next(self, source: object) -> None:
-        """Nothing is edited."""
+    """As those of Rust libraries: not an `Exception`."""
 
 
 class Spoiler:
-    """Makes one method raise for one request: instead of what it does, or after it."""
+    """Makes one method raise for one request: before it does its work, or after."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException, is_after: bool
@@ -79,7 +74,7 @@ class Spoiler:
 
 
 def demanding(request_id: int, num_new: int = 6, **values: Any) -> InferenceRequest:
-    """A request that everybody who works for requests has something to do for."""
+    """A request for which every part of the manager has something to do."""
     return request(
         request_id,
         [100 * request_id],
@@ -101,12 +96,8 @@ def params_with(path: Path, **changes: Any) -> TrtGptModelOptionalParams:
     )
 
 
-def finals_of(recorder: Recorder, request_id: int) -> list[str]:
-    return [error for _, is_final, error in recorder.responses[request_id] if is_final]
-
-
 def assert_nothing_stays(manager: GptManager) -> None:
-    """Ask on the manager's thread, between two iterations."""
+    """Checked on the manager's thread, between two iterations."""
 
     def check() -> None:
         assert manager.get_num_active_requests() == 0
@@ -114,41 +105,41 @@ def assert_nothing_stays(manager: GptManager) -> None:
         assert not manager._rules
         assert manager._gatherer._gathered == {}
         assert manager._stop_words._watched == {}
-        assert (manager._deadlines._requests, manager._deadlines._numbers) == ({}, {})
+        assert manager._deadlines._watched == {}
         flight_recorder = manager._batcher.recorder
         assert flight_recorder._came_ns == {}
         assert flight_recorder._arrivals == []
         assert flight_recorder._searches == {}
 
-    manager._questions.ask(check).result(WAIT)
+    manager._calls.call_soon(check).result(WAIT)
 
 
 def what_stays_of(request_id: int, manager: GptManager) -> list[str]:
-    """Who still knows a request that has ended; on the manager's thread."""
+    """The parts that still know a request that has ended."""
     flight_recorder = manager._batcher.recorder
-    who_knows: dict[str, Collection[Any]] = {
+    ids_of: dict[str, Collection[Any]] = {
         "active": [each.request_id for each in manager._active],
         "gatherer": manager._gatherer._gathered,
         "stop words": manager._stop_words._watched,
         "processors": manager._rules.processors._chosen,
         "recorder": [each.request_id for each in flight_recorder._arrivals],
-        "when it came": flight_recorder._came_ns,
+        "arrival times": flight_recorder._came_ns,
     }
-    return [who for who, ids in who_knows.items() if request_id in ids]
+    return [name for name, ids in ids_of.items() if request_id in ids]
 
 
 @pytest.mark.case(89, 117, 118)
 @pytest.mark.parametrize("is_after", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("error", [ValueError("ours"), Panic("not ours")])
-def test_who_cannot_be_taken_ends_alone(
+def test_request_whose_intake_fails_ends_alone(
     error: BaseException,
     place: str,
     is_after: bool,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """One runs and three come at once, the second of which cannot be taken, the first time."""
+    """One runs and three arrive at once; the intake of the second one fails the first time."""
     spoiler = Spoiler(monkeypatch, place, error, is_after)
     recorder = Recorder([demanding(1, 40)])
     victim = demanding(VICTIM)
@@ -169,12 +160,12 @@ def test_who_cannot_be_taken_ends_alone(
         managers.put(manager)
         wait_until(lambda: len(recorder.responses.get(VICTIM, ())) > 1)
         recorder.wait_for_finals(1, 2, VICTIM, 4)
-        assert finals_of(recorder, VICTIM) == [NOT_TAKEN, ""]
+        assert recorder.final_errors(VICTIM) == [NOT_TAKEN, ""]
         assert recorder.tokens(VICTIM) == list(range(301, 307))
         for other, num_new in ((1, 40), (2, 6), (4, 6)):
-            assert finals_of(recorder, other) == [""]
+            assert recorder.final_errors(other) == [""]
             assert recorder.tokens(other) == list(range(100 * other + 1, 100 * other + num_new + 1))
-        assert left == [], "before it came again, which makes good for much"
+        assert left == [], "before it is sent again, which repairs much"
         assert manager.health.is_healthy
         assert_nothing_stays(manager)
     with open_recording(path) as reader:
@@ -183,11 +174,11 @@ def test_who_cannot_be_taken_ends_alone(
     assert result.num_requests == 4, "the failure left no trace"
 
 
-@pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
-def test_everybody_else_of_a_list_is_taken(
+@BOTH_LOOPS
+def test_valid_requests_of_a_bad_list_are_taken(
     overlap: OverlapScheduler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A list of bad requests, rubbish and good ones; also where the callback ends in an error."""
+    """Invalid requests, other objects and valid ones; also where the callback ends in an error."""
     Spoiler(monkeypatch, "active", MemoryError(), is_after=True)
     bad = InferenceRequest(2)
     recorder = Recorder()
@@ -198,55 +189,23 @@ def test_everybody_else_of_a_list_is_taken(
             yield fetched.pop(0)
         if recorder.responses:
             return
-        raise OSError("the connection to whoever sends requests")
+        raise OSError("the connection is lost")
 
     recorder.get = get  # type: ignore[assignment]
     params = params_with(tmp_path / "recording.jsonl", overlap_scheduler=overlap)
     with running(recorder, EditingEngine(), params=params) as manager:
         recorder.wait_for_finals(1, 2, VICTIM, 4)
-        assert "the prompt is missing" in finals_of(recorder, 2)[0]
-        assert finals_of(recorder, VICTIM) == [NOT_TAKEN]
+        assert "the prompt is missing" in recorder.final_errors(2)[0]
+        assert recorder.final_errors(VICTIM) == [NOT_TAKEN]
         assert recorder.tokens(1) == list(range(2, 11))
         assert recorder.tokens(4) == list(range(5, 14))
         assert_nothing_stays(manager)
 
 
-def test_nothing_stays_of_those_whose_blocks_cannot_be_given_back(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The blocks are made anew then, guides and processors are not."""
-
-    def fail(planner: BatchPlanner, request: Any) -> None:
-        raise AssertionError("ours")
-
-    recorder = Recorder([demanding(1), demanding(2)])
-    path = tmp_path / "recording.jsonl"
-    monkeypatch.setattr(BatchPlanner, "release", fail)
-    with running(recorder, EditingEngine(), params=params_with(path)) as manager:
-        recorder.wait_for_finals(1, 2)
-        monkeypatch.undo()
-        assert "batch manager failed" in finals_of(recorder, 1)[0]
-        assert not manager._questions.ask(lambda: bool(manager._rules)).result(WAIT)
-
-
-@pytest.mark.case(57, 91)
-def test_a_request_that_has_ended_may_be_sent_again() -> None:
-    """The same object: it is another request then, not the remains of the first."""
-    again = request(1, [1], 3)
-    recorder = Recorder([again])
-    with running(recorder) as manager:
-        recorder.wait_for_finals(1)
-        recorder.responses.clear()
-        recorder.pending.append(again)
-        manager.wake()
-        recorder.wait_for_finals(1)
-        assert recorder.tokens(1) == [2, 3, 4]
-
-
-def test_who_waited_for_a_grammar_in_a_failure_of_the_loop_may_be_sent_again(
+def test_request_that_waited_for_its_grammar_may_be_sent_again_after_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the grammar compiled anew: the first one's time may be up by then."""
+    """Its grammar is compiled again: the first compilation's time may be up."""
     started: list[PendingGuide] = []
 
     def start(service: GuideService, guide: Guide, on_compiled: object) -> PendingGuide:
@@ -266,7 +225,7 @@ def test_who_waited_for_a_grammar_in_a_failure_of_the_loop_may_be_sent_again(
         with monkeypatch.context() as patch:
             patch.setattr(manager, "step", fail)
             recorder.wait_for_finals(1)
-        assert "batch manager failed" in finals_of(recorder, 1)[0]
+        assert "batch manager failed" in recorder.final_errors(1)[0]
         recorder.responses.clear()
         recorder.pending.append(again)
         wait_until(lambda: len(started) == 2)
@@ -275,22 +234,10 @@ def test_who_waited_for_a_grammar_in_a_failure_of_the_loop_may_be_sent_again(
 
 
 @pytest.mark.parametrize("set_it", [InferenceRequest.set_tensor, InferenceRequest.replace_tensor])
-def test_what_is_no_array_is_refused_where_it_is_set(set_it: Callable[..., None]) -> None:
+def test_tensor_that_is_no_array_is_refused_when_it_is_set(set_it: Callable[..., None]) -> None:
     made = InferenceRequest(1)
     for wrong in ([1, 2], [[1], [2, 3]], 5, "text", object()):
         with pytest.raises(InvalidRequest, match=rf"'input_ids' is a {type(wrong).__name__}, not"):
             set_it(made, "input_ids", wrong)
     set_it(made, "input_ids", np.int32(5))
     assert made.get_tensor("input_ids").shape == ()
-
-
-@pytest.mark.parametrize("stops", [[np.int64(1)], {np.uint64(1)}, np.array([1, 7], dtype=np.int32)])
-def test_numbers_of_numpy_stop_requests(stops: Any) -> None:
-    recorder = Recorder([request(1, [1], 200), request(2, [2], 5)])
-    recorder.on_response = lambda request_id, is_final: (
-        setattr(recorder, "stops", stops) if len(recorder.responses.get(1, ())) == 3 else None
-    )
-    with running(recorder):
-        recorder.wait_for_finals(1, 2)
-    assert finals_of(recorder, 1) == [""]
-    assert len(recorder.tokens(1)) < 200

@@ -1,22 +1,32 @@
-"""Beam search on real checkpoints: what transformers finds, whatever loop and scheduler do."""
+"""Beam search on real checkpoints equals that of transformers in both loops and with pauses."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from backend.manager.conftest import Clock
 from support.beam_cases import CASES, PROMPT, Case, search
 from support.checkpoints import VOCAB_SIZE, write_checkpoint
-from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from support.manager_harness import (
+    BOTH_LOOPS,
+    GUARANTEED,
+    MAX_UTILIZATION,
+    Recorder,
+    request,
+    running,
+)
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.manager.parameters import (
+    KvCacheConfig,
+    OverlapScheduler,
+    TrtGptModelOptionalParams,
+)
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_recorder.replay import replay
 from inflight_recorder.storage import open_recording
@@ -31,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def end_ids(folder: Path) -> list[int | None]:
-    """For each case a token that its beams really come to."""
+    """For each case a token that its beams contain."""
     return [
         search(folder, case, None)[0][0][case.num_new // 3] if case.has_end else None
         for case in CASES
@@ -112,7 +122,7 @@ def run(
 
 
 def assert_replays(file: Path) -> int:
-    """Every decision can be made again from its recording; how many pauses there were."""
+    """Every decision can be made again from its recording; returns the number of pauses."""
     with open_recording(file) as reader:
         result = replay(reader)
     assert result.divergence is None, result
@@ -131,7 +141,7 @@ def answers(
 
 
 @pytest.mark.contract("tensorrt_llm input", "embedding_bias beam_width len_penalty early_stopping")
-def test_the_beams_are_those_of_transformers_whatever_runs_beside_them(
+def test_beams_equal_those_of_transformers_in_any_batch(
     folder: Path, end_ids: list[int | None], expected: list[list[list[int]]], tmp_path: Path
 ) -> None:
     lengths = {len(beam) for beams in expected for beam in beams}
@@ -156,7 +166,8 @@ def test_the_beams_are_those_of_transformers_whatever_runs_beside_them(
         assert max(s["Paused Requests"] for s in stats) > 0
 
 
-def test_the_beams_are_the_same_with_the_kernels_and_the_loop_of_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_beams_are_the_same_with_kernels_and_overlapped_loop(tmp_path: Path) -> None:
     """The kernels run in Triton's interpreter where there is no GPU."""
     shape: dict[str, Any] = {"head_dim": 16, "intermediate_size": 64, "num_hidden_layers": 1}
     folder = write_checkpoint(tmp_path / "model", **shape)
@@ -169,7 +180,7 @@ def test_the_beams_are_the_same_with_the_kernels_and_the_loop_of_a_gpu(tmp_path:
         assert found == search(folder, case, None)[0]
 
 
-def test_log_probs_are_those_the_beams_were_chosen_by(folder: Path) -> None:
+def test_log_probs_are_those_that_ranked_the_beams(folder: Path) -> None:
     case = Case(3, 6, length_penalty=1.0)
     beams, scores = search(folder, case, None)
     made = make_request(0, case, None, return_log_probs=True, return_num_output_tokens=True)
@@ -198,7 +209,7 @@ def test_an_end_id_counts_in_the_sum_of_its_beam(
     assert is_more.tolist() == has_ended.tolist()
 
 
-def test_a_stream_tells_all_beams_so_far_and_a_pause_repeats_none(folder: Path) -> None:
+def test_stream_sends_all_beams_so_far_and_a_pause_repeats_none(folder: Path) -> None:
     cases = (CASES[2], CASES[4])
     requests = [make_request(i, case, None, streaming=True) for i, case in enumerate(cases)]
     recorder = run(folder, requests, MAX_UTILIZATION, 84)
@@ -213,7 +224,7 @@ def test_a_stream_tells_all_beams_so_far_and_a_pause_repeats_none(folder: Path) 
 def test_whole_answers_begin_with_the_prompt_and_are_padded(
     folder: Path, end_ids: list[int | None], expected: list[list[list[int]]]
 ) -> None:
-    """With what the client names, also if no token of the model is that."""
+    """With the client's pad_id, which need not be a token of the model."""
     case, beams = CASES[2], expected[2]
     whole: dict[str, Any] = {"exclude_input_in_output": False}
     requests = [make_request(i, case, end_ids[2], **whole) for i in range(2)]
@@ -222,13 +233,13 @@ def test_whole_answers_begin_with_the_prompt_and_are_padded(
     recorder = run(folder, requests)
     for request_id, num_beams, pad_id in ((0, 4, -1), (1, 3, 32_000)):
         ids = recorder.named_tensors[request_id][0]["output_ids"][0]
-        assert len({len(beam) for beam in beams[:num_beams]}) > 1, "there is something to pad"
+        assert len({len(beam) for beam in beams[:num_beams]}) > 1, "one must be padded"
         padding = [[pad_id] * (ids.shape[1] - len(case.prompt) - len(beam)) for beam in beams]
         rows = zip(beams[:num_beams], padding, strict=False)
         assert ids.tolist() == [[*case.prompt, *beam, *pad] for beam, pad in rows]
 
 
-def test_what_does_not_go_with_beams_is_refused_by_name(folder: Path) -> None:
+def test_settings_that_exclude_beams_are_refused_by_name(folder: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"beam_width": 5}, "'beam_width' is 5, more than max_beam_width = 4"),
         ({"runtime_top_k": 2}, "'runtime_top_k' is 2, but 'beam_width' above 1"),
@@ -252,7 +263,7 @@ def test_what_does_not_go_with_beams_is_refused_by_name(folder: Path) -> None:
         assert message in recorder.responses[request_id][0][2]
 
 
-def test_texts_that_ask_for_nothing_go_with_beams(folder: Path) -> None:
+def test_empty_texts_and_drafts_go_with_beams(folder: Path) -> None:
     names = ("guided_decoding_guide_type", "logits_post_processor_name")
     nothing: dict[str, Any] = dict.fromkeys(names, "")
     made = request(0, PROMPT, 4, beam_width=2, draft_input_ids=[], **nothing)
@@ -268,7 +279,7 @@ def test_tokens_of_all_beams_are_counted(
     assert lengths == [(len(CASES[2].prompt), sum(map(len, expected[2])))]
 
 
-def test_a_search_that_is_stopped_returns_its_beams(folder: Path) -> None:
+def test_stopped_search_returns_its_beams(folder: Path) -> None:
     made = make_request(0, CASES[5], None, streaming=True)
     recorder = run(folder, [made], stop_at=4)
     last, before = recorder.named_tensors[0][-1], recorder.named_tensors[0][-2]
@@ -277,15 +288,14 @@ def test_a_search_that_is_stopped_returns_its_beams(folder: Path) -> None:
     assert beams_of(last) == beams_of(before)
 
 
-@pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
-def test_a_search_past_its_deadline_returns_its_beams(
-    folder: Path, overlap: OverlapScheduler
+@BOTH_LOOPS
+def test_search_past_its_deadline_returns_its_beams(
+    folder: Path, overlap: OverlapScheduler, clock: Clock
 ) -> None:
-    seconds = 2.0
-    made = make_request(0, CASES[5], None, streaming=True, allotted_time_ms=int(seconds * 1000))
+    made = make_request(0, CASES[5], None, streaming=True, allotted_time_ms=500_000)
     recorder = Recorder([made])
     recorder.on_response = lambda _, __: (
-        time.sleep(seconds) if len(recorder.responses[0]) == 4 else None
+        setattr(clock, "ahead", 500.0) if len(recorder.responses[0]) == 4 else None
     )
     run(folder, [], overlap_scheduler=overlap, recorder=recorder)
     last = recorder.named_tensors[0][-1]
@@ -294,11 +304,11 @@ def test_a_search_past_its_deadline_returns_its_beams(
     assert beams_of(last) == beams_of(recorder.named_tensors[0][-2])
 
 
-@pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
-def test_a_search_without_a_possible_token_disturbs_nobody(
+@BOTH_LOOPS
+def test_search_without_a_possible_token_ends_alone(
     folder: Path, overlap: OverlapScheduler, tmp_path: Path
 ) -> None:
-    """Its first step brings no beam that could go on in the next one."""
+    """Its first step leaves no beam for the next one."""
     nothing = np.full((1, VOCAB_SIZE), -np.inf, dtype=np.float32)
     nothing[0, 7] = 0.0  # which is the bad word
     rules: dict[str, Any] = {"embedding_bias": nothing, "bad_words_list": [[7], [1]]}
@@ -310,7 +320,7 @@ def test_a_search_without_a_possible_token_disturbs_nobody(
     assert [recorder.responses[each][-1][2] for each in (1, 2)] == ["", ""]
 
 
-def test_stop_words_end_a_beam_as_an_end_id_does_but_belong_to_it(folder: Path) -> None:
+def test_stop_words_end_a_beam_and_belong_to_it(folder: Path) -> None:
     case = Case(2, 10, has_end=False)
     free, _ = search(folder, case, None)
     word = free[0][2:4]
@@ -321,7 +331,7 @@ def test_stop_words_end_a_beam_as_an_end_id_does_but_belong_to_it(folder: Path) 
         assert all(beam[i : i + 2] != word for i in range(len(beam) - 2)), "nothing follows it"
 
 
-def test_a_server_has_so_many_beams_at_most() -> None:
+def test_beam_width_of_the_server_is_bounded() -> None:
     for width, message in ((65, "must be between 1 and 64"), (2, "more than the engine")):
         with (
             pytest.raises(ConfigurationError, match=f"max_beam_width is {width}.*{message}"),
@@ -331,8 +341,8 @@ def test_a_server_has_so_many_beams_at_most() -> None:
 
 
 @pytest.mark.contract("tensorrt_llm input", "beam_search_diversity_rate")
-def test_a_diversity_rate_on_the_wire_changes_the_winners(folder: Path) -> None:
-    """One above all log probabilities: each step goes on from the last beam alone, so that the
+def test_diversity_rate_changes_the_beams(folder: Path) -> None:
+    """One above all log probabilities: each step continues the last beam only, so that the
     answers differ in their last token only."""
     case = Case(3, 6, has_end=False)
     rates = {0: 0.0, 1: 1e4}

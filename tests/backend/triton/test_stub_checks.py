@@ -1,4 +1,4 @@
-"""What a tritonserver must have to run us: one clear line at start if it has not."""
+"""Requirements on tritonserver: a clear error at the start if one is missing."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def without(name: str) -> Any:
 
 @pytest.mark.case(108)
 @pytest.mark.parametrize("version", ["2.0.0", "2.3.1", "10.0"])
-def test_numpy_too_new_for_the_stub_we_have(version: str) -> None:
+def test_numpy_too_new_for_the_stub_is_refused(version: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"numpy {version} is too new.*'numpy<2'"):
         check_numpy(version, locate().stub)
 
 
 @pytest.mark.parametrize("version", ["1.24.0", "1.26.4"])
-def test_numpy_that_works(version: str) -> None:
+def test_numpy_of_the_stub_is_accepted(version: str) -> None:
     check_numpy(version, locate().stub)
 
 
-def test_a_stub_that_knows_numpy_2_takes_it(tmp_path: Path) -> None:
+def test_stub_with_numpy_2_accepts_it(tmp_path: Path) -> None:
     (tmp_path / "stub").write_bytes(NEW_STUB)
     check_numpy("2.3.1", tmp_path / "stub")
 
 
 @pytest.mark.case(108)
-def test_any_server_is_checked_also_one_that_we_did_not_start(
+def test_server_that_we_did_not_start_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model looks at the program that runs it: here Python, which knows no numpy 2."""
+    """The model checks the program that runs it: here Python, which has no numpy 2."""
     monkeypatch.setattr(triton_model, "exit_with_parent", lambda model: None)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
     monkeypatch.setattr("numpy.__version__", "2.1.0")
@@ -64,7 +64,7 @@ def test_any_server_is_checked_also_one_that_we_did_not_start(
 
 @pytest.mark.case(108)
 @pytest.mark.parametrize("name", stub_checks._NEEDED)
-def test_a_triton_that_is_too_old_is_named(name: str) -> None:
+def test_triton_that_is_too_old_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"too old: its Python backend has no {name};"):
         check_own_stub(without(name))
     check_own_stub(FakePbUtils)

@@ -1,8 +1,9 @@
-"""Settings: types, bounds, names, and what is refused."""
+"""Settings: types, bounds, names, and the errors for wrong ones."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from operator import attrgetter
 
 import pytest
 
@@ -23,17 +24,7 @@ def test_fields_are_the_honoured_keys_of_the_table() -> None:
     assert [f.name for f in fields(ServerParameters)] == honoured
 
 
-def test_defaults_of_the_table() -> None:
-    parameters = parse_parameters(MINIMAL)
-    assert parameters.batch_scheduler_policy == "guaranteed_no_evict"
-    assert parameters.max_batch_size == 256
-    assert parameters.kv_cache_free_gpu_mem_fraction == 0.9
-    assert parameters.exclude_input_in_output is False
-    assert parameters.max_num_tokens is None
-    assert parameters.drain_file is None
-
-
-def test_template_as_it_stands_is_all_defaults() -> None:
+def test_template_that_is_not_filled_is_all_defaults() -> None:
     unfilled = {spec.name: f"${{{spec.name}}}" for spec in PARAMETERS}
     filled = unfilled | MINIMAL | {"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}
     assert parse_parameters(filled) == parse_parameters(MINIMAL)
@@ -47,6 +38,9 @@ def test_template_as_it_stands_is_all_defaults() -> None:
     ("key", "text", "value"),
     [
         ("max_batch_size", "1", 1),
+        ("max_batch_size", "", 256),
+        ("batch_scheduler_policy", "", "guaranteed_no_evict"),
+        ("drain_file", "", None),
         ("max_batch_size", " 65536 ", 65536),
         ("kv_cache_free_gpu_mem_fraction", "0.5", 0.5),
         ("exclude_input_in_output", "True", True),
@@ -96,32 +90,64 @@ def test_bad_values_name_key_and_bound(key: str, text: str, message: str) -> Non
         parse_parameters({**MINIMAL, key: text})
 
 
-def test_settings_of_the_scheduler_reach_the_batch_manager() -> None:
-    raw = {
-        "enable_chunked_context": "true",
-        "context_chunking_policy": "force_chunk",
-        "context_chunk_unit": "64",
-        "priority_span": "20",
-        "max_queue_seconds": "2.5",
-        "max_run_seconds": "60",
-    }
-    params = TrtGptModelOptionalParams.from_parameters(parse_parameters({**MINIMAL, **raw}))
-    assert params.enable_chunked_context
-    assert params.context_chunking_policy == ContextChunkingPolicy.FORCE_CHUNK
-    assert (params.context_chunk_unit, params.priority_span) == (64, 20.0)
-    assert (params.max_queue_seconds, params.max_run_seconds) == (2.5, 60.0)
-    defaults = TrtGptModelOptionalParams.from_parameters(parse_parameters(MINIMAL))
-    assert defaults == TrtGptModelOptionalParams()
+@pytest.mark.contract(
+    "tensorrt_llm parameter",
+    "kv_cache_free_gpu_mem_fraction enable_kv_cache_reuse normalize_log_probs "
+    "guided_decoding_backend",
+)
+@pytest.mark.parametrize(
+    ("setting", "field", "texts"),
+    [
+        (
+            "enable_kv_cache_reuse",
+            "kv_cache_config.enable_block_reuse",
+            {"": True, "false": False},
+        ),
+        (
+            "kv_cache_free_gpu_mem_fraction",
+            "kv_cache_config.free_gpu_memory_fraction",
+            {"": 0.9, "0.25": 0.25},
+        ),
+        ("normalize_log_probs", "normalize_log_probs", {"": False, "true": True}),
+        ("out_of_vocabulary", "out_of_vocabulary", {"": "refuse", "fold": "fold"}),
+        (
+            "guided_decoding_backend",
+            "guided_decoding_config.backend",
+            {"": "auto", "none": "none", "llguidance": "llguidance"},
+        ),
+        ("enable_chunked_context", "enable_chunked_context", {"": None, "true": True}),
+        (
+            "context_chunking_policy",
+            "context_chunking_policy",
+            {"force_chunk": ContextChunkingPolicy.FORCE_CHUNK},
+        ),
+        ("context_chunk_unit", "context_chunk_unit", {"": None, "64": 64}),
+        ("priority_span", "priority_span", {"20": 20.0}),
+        ("max_queue_seconds", "max_queue_seconds", {"": None, "2.5": 2.5}),
+        ("max_run_seconds", "max_run_seconds", {"": None, "60": 60.0}),
+    ],
+)
+def test_settings_reach_the_batch_manager(
+    setting: str, field: str, texts: dict[str, object]
+) -> None:
+    for text, value in texts.items():
+        parameters = parse_parameters({**MINIMAL, setting: text})
+        params = TrtGptModelOptionalParams.from_parameters(parameters)
+        assert attrgetter(field)(params) == value
 
 
-def test_unknown_key_suggests_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match="did you mean max_batch_size"):
-        parse_parameters({**MINIMAL, "max_batchsize": "4"})
+def test_defaults_are_those_of_the_optional_params() -> None:
+    params = TrtGptModelOptionalParams.from_parameters(parse_parameters(MINIMAL))
+    assert params == TrtGptModelOptionalParams()
 
 
-def test_unknown_key_without_a_neighbour_suggests_nothing() -> None:
-    with pytest.raises(ConfigurationError, match=r"unknown setting 'zzz'$"):
-        parse_parameters({**MINIMAL, "zzz": "4"})
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [("max_batchsize", "did you mean max_batch_size"), ("zzz", r"unknown setting 'zzz'$")],
+)
+def test_unknown_key_suggests_the_nearest_if_there_is_one(key: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_parameters({**MINIMAL, key: "4"})
 
 
 @pytest.mark.parametrize(
@@ -137,7 +163,7 @@ def test_unknown_key_without_a_neighbour_suggests_nothing() -> None:
         ("max_kv_cache_length", ""),
     ],
 )
-def test_what_asks_for_nothing_passes(key: str, text: str) -> None:
+def test_keys_that_are_not_set_or_neutral_are_ignored(key: str, text: str) -> None:
     assert parse_parameters({**MINIMAL, key: text}) == parse_parameters(MINIMAL)
 
 
@@ -150,12 +176,12 @@ def test_what_asks_for_nothing_passes(key: str, text: str) -> None:
         ("lora_cache_max_adapter_size", "many", "must be a whole number"),
     ],
 )
-def test_unsupported_key_is_refused_otherwise(key: str, text: str, fix: str) -> None:
+def test_unsupported_key_is_refused_with_the_fix(key: str, text: str, fix: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{key} .*{fix}"):
         parse_parameters({**MINIMAL, key: text})
 
 
 @pytest.mark.parametrize("raw", [{}, {"gpt_model_path": ""}, {"gpt_model_path": "${x}"}])
-def test_the_checkpoint_is_required(raw: dict[str, str]) -> None:
+def test_checkpoint_is_required(raw: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match="gpt_model_path is not set"):
         parse_parameters(raw)

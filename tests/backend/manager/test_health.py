@@ -1,0 +1,517 @@
+"""Failures of steps and of the loop, and deadlines: which requests end, and that others run."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from backend.manager.conftest import Clock
+from support.manager_harness import (
+    BOTH_LOOPS,
+    GUARANTEED,
+    LOOP_FAILED,
+    MAX_UTILIZATION,
+    STEP_FAILED,
+    WAIT,
+    EditingEngine,
+    GatedEngine,
+    Once,
+    Recorder,
+    assert_serves,
+    fail_once,
+    request,
+    running,
+)
+from support.triton_harness import wait_until
+from support.triton_stub import CountedStep, CountingEngine
+
+from inflight_backend.errors import CapacityText
+from inflight_backend.manager import gpt_manager
+from inflight_backend.manager.health import MAX_FAILURES_IN_A_ROW, DeadlineWatch, LoopHealth
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
+from inflight_backend.manager.responses import make_tensors
+from inflight_backend.manager.step_loop import OverlapScheduler, StepOutcome
+from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
+from inflight_backend.requests.validation import PROCESSOR_FIELD
+from inflight_scheduler import (
+    ActiveRequests,
+    BatchPlanner,
+    BlockManager,
+    CapacitySchedulerPolicy,
+    LlmRequest,
+    ScheduledBatch,
+)
+
+
+@pytest.mark.case(118)
+@pytest.mark.parametrize("is_step_lost", [False, True])
+def test_response_that_cannot_be_built_ends_only_its_request(
+    monkeypatch: pytest.MonkeyPatch, is_step_lost: bool
+) -> None:
+    """With one final response, even if its next step is lost in the same iteration."""
+    real = make_tensors
+
+    def make(request: LlmRequest, is_final: bool, *more: Any) -> list[NamedTensor]:
+        if request.request_id == 1 and request.num_tokens == 6:
+            raise MemoryError
+        return real(request, is_final, *more)
+
+    monkeypatch.setattr(gpt_manager, "make_tensors", make)
+    recorder = Recorder()
+    with running(recorder) as manager:
+        run_once = manager._steps.run_once
+
+        def losing_run() -> StepOutcome:
+            outcome = run_once()
+            lost = [r for r in outcome.advanced if r.request_id == 1 and r.num_tokens == 6]
+            return dataclasses.replace(outcome, failed=lost)
+
+        if is_step_lost:
+            monkeypatch.setattr(manager._steps, "run_once", losing_run)
+        recorder.pending += [request(i, [100 * i], 20) for i in (1, 2)]
+        recorder.wait_for_finals(1, 2)
+        assert recorder.final_errors(1) == ["the response could not be built"]
+        assert recorder.tokens(2) == list(range(201, 221))
+        assert_serves(recorder, manager)
+
+
+@pytest.mark.case(118)
+def test_failing_release_after_a_failed_response_keeps_the_other_responses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Responses of the same iteration behind the failed one are sent, also a last one."""
+    real = make_tensors
+    recorder = Recorder()
+    with running(recorder) as manager:
+        once = fail_once(manager._batcher.block_manager, "release", AssertionError("ours"))
+
+        def make(request: LlmRequest, is_final: bool, *more: Any) -> list[NamedTensor]:
+            if request.request_id == 1 and request.num_tokens == 6:
+                once.arm()
+                raise MemoryError
+            return real(request, is_final, *more)
+
+        monkeypatch.setattr(gpt_manager, "make_tensors", make)
+        recorder.pending += [request(1, [100], 20), request(2, [200], 5), request(3, [300], 20)]
+        recorder.wait_for_finals(1, 2, 3)
+        assert recorder.final_errors(1) == recorder.final_errors(3) == [LOOP_FAILED]
+        assert recorder.final_errors(2) == [""]
+        assert recorder.tokens(2) == list(range(201, 206))
+        assert recorder.tokens(3) == list(range(301, 306))
+        assert_serves(recorder, manager)
+
+
+@pytest.mark.case(89, 118)
+@pytest.mark.parametrize("error", [AssertionError("ours"), SystemExit("out")])
+@pytest.mark.parametrize(
+    "place", ["schedule", "update", "release", "measure", "plan", "ended", "remove", "order"]
+)
+@BOTH_LOOPS
+def test_unexpected_exception_fails_all_requests_and_resets_the_loop(
+    overlap: OverlapScheduler, place: str, error: BaseException
+) -> None:
+    recorder = Recorder()
+    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
+    with running(recorder, params=params) as manager:
+        batcher = manager._batcher
+        update = "update" if overlap is OverlapScheduler.OFF else "apply_tokens"
+        once = {
+            "schedule": lambda: fail_once(batcher, "schedule", error),
+            "update": lambda: fail_once(batcher.planner, update, error),
+            "plan": lambda: fail_once(batcher.planner, "plan", error),
+            "release": lambda: fail_once(batcher.block_manager, "release", error),
+            "measure": lambda: fail_once(manager, "_measure", error),
+            "ended": lambda: fail_once(batcher.recorder, "ended", error),
+            "remove": lambda: fail_once(batcher.active, "remove", error),
+            "order": lambda: fail_once(batcher.active._order, "remove", error),
+        }[place]()
+        seen: list[bool] = []
+        recorder.on_response = lambda request_id, is_final: (
+            seen.append(manager.health.is_healthy)
+            if is_final
+            else once.arm()
+            if len(recorder.tokens(1)) == 5
+            else None
+        )
+        # Request 3 ends while the other two run, which is when a release can fail.
+        recorder.pending += [request(1, [1], 100), request(2, [2], 100), request(3, [3], 7)]
+        recorder.wait_for_finals(1, 2, 3)
+        for request_id in (1, 2):
+            assert len(recorder.final_errors(request_id)) == 1
+            assert recorder.final_errors(request_id)[0] in (LOOP_FAILED, STEP_FAILED)
+        escapes = place not in ("update",) or not isinstance(error, Exception)
+        assert seen[:2] == [not escapes] * 2, "readiness is false while the loop recovers"
+        recorder.on_response = lambda request_id, is_final: None
+        assert_serves(recorder, manager)
+
+
+@BOTH_LOOPS
+def test_step_whose_tokens_are_applied_in_part_ends_each_request_once(
+    overlap: OverlapScheduler,
+) -> None:
+    """Request 1 has its last token already when applying the step of request 2 fails."""
+    recorder, is_overlapped = Recorder(), overlap is OverlapScheduler.ON
+
+    class Engine(CountingEngine):
+        def execute(self, batch: ScheduledBatch) -> list[int]:
+            tokens = super().execute(batch)
+            if is_overlapped and [s.request_id for s in batch.setups] == [2]:
+                once.arm()
+                tokens[0] = -1  # what was computed of request 2 is to be forgotten
+            return tokens
+
+    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
+    with running(recorder, Engine(), params=params) as manager:
+        once = fail_once(
+            manager._batcher.block_manager,
+            "forget" if is_overlapped else "store",
+            AssertionError("ours"),
+        )
+
+        def send_the_second(request_id: int, is_final: bool) -> None:
+            if 2 not in recorder.responses and not sent:
+                sent.append(request(2, [200], 20))
+                recorder.pending += sent
+                if not is_overlapped:
+                    once.arm()  # its context ends in the step of the last token of 1
+
+        sent: list[InferenceRequest] = []
+        recorder.on_response = send_the_second
+        recorder.pending += [request(1, [100], 3 if is_overlapped else 2)]
+        recorder.wait_for_finals(1, 2)
+        assert recorder.final_errors(1) == recorder.final_errors(2) == [STEP_FAILED]
+        assert_serves(recorder, manager)
+
+
+def test_failing_rescue_leaves_the_loop_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan fails, and so does the release of what the requests hold."""
+    recorder = Recorder()
+    values: dict[str, Any] = {PROCESSOR_FIELD: "mine"}
+    params = TrtGptModelOptionalParams(
+        max_batch_size=8, logits_processors={"mine": lambda *_: None}
+    )
+    with running(recorder, EditingEngine(), params=params) as manager:
+
+        def fail(*args: Any) -> Any:
+            raise AssertionError("ours")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BatchPlanner, "release", fail)
+            fail_once(manager._batcher.planner, "plan", AssertionError("ours")).arm()
+            recorder.pending += [request(i, [1], 5, **values) for i in (1, 2)]
+            recorder.wait_for_finals(1, 2)
+        assert recorder.final_errors(1) == recorder.final_errors(2) == [LOOP_FAILED]
+        assert not manager._calls.call_soon(lambda: bool(manager._rules)).result(WAIT)
+        assert_serves(recorder, manager)
+
+
+def test_request_that_cannot_be_released_gets_its_token_and_one_final(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder, params = Recorder(), TrtGptModelOptionalParams(max_batch_size=8, max_run_seconds=60)
+    with running(recorder, params=params) as manager:
+        apply, release, failures = manager._apply, BatchPlanner.release, [RuntimeError("ours")]
+
+        def fail(each: LlmRequest) -> None:
+            if (each.request_id, each.num_generated_tokens) == (2, 3):
+                failures.append(RuntimeError("in the release"))
+                raise failures.pop(0)
+            apply(each)
+
+        def fail_to_release(planner: BatchPlanner, each: LlmRequest) -> None:
+            if each.request_id == 1 and len(recorder.responses[2]) == 2 and failures:
+                raise failures.pop()
+            release(planner, each)
+
+        monkeypatch.setattr(manager, "_apply", fail)
+        monkeypatch.setattr(BatchPlanner, "release", fail_to_release)
+        recorder.pending += [request(1, [100], 20), request(2, [200], 20)]
+        recorder.wait_for_finals(1, 2)
+    assert not failures
+    assert recorder.responses[1][2:] == [([103], False, ""), ([], True, LOOP_FAILED)]
+    assert recorder.responses[2][2:] == [([], True, LOOP_FAILED)]
+    assert not manager._deadlines._watched, "neither is watched any more"
+
+
+def test_engine_that_fails_to_start_raises_and_leaves_no_thread() -> None:
+    engine = CountingEngine()
+    vars(engine)["prepare_thread"] = Once(lambda: None, RuntimeError("no product runs"))
+    vars(engine)["prepare_thread"].arm()
+    with pytest.raises(RuntimeError, match="no product runs"), running(Recorder(), engine):
+        pass
+    wait_until(lambda: "GptManager" not in {thread.name for thread in threading.enumerate()})
+
+
+class _Failing(CountingEngine):
+    """Raises ``error`` in ``place`` of the second step: execute, submit, or read."""
+
+    def __init__(self, place: str, error: Exception) -> None:
+        super().__init__()
+        self._place, self._error = place, error
+
+    def submit(self, batch: ScheduledBatch) -> CountedStep:
+        step = super().submit(batch)
+        self._fail("submit", batch)
+        if self._place == "read" and batch.iteration == 1:
+            once = Once(step.read, self._error)
+            once.arm()
+            return SimpleNamespace(read=once)  # type: ignore[return-value]
+        return step
+
+    def execute(self, batch: ScheduledBatch) -> list[int]:
+        self._fail("execute", batch)
+        return super().execute(batch)
+
+    def _fail(self, place: str, batch: ScheduledBatch) -> None:
+        if (place, batch.iteration) == (self._place, 1):
+            raise self._error
+
+
+def _accelerator_error(code: int) -> torch.AcceleratorError:
+    error = torch.AcceleratorError("CUDA error")
+    vars(error)["error_code"] = code  # as torch's own code does
+    return error
+
+
+@pytest.mark.parametrize("place", ["execute", "submit", "read"])
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (_accelerator_error(700), True),  # an illegal address: every later call fails with it
+        (_accelerator_error(2), False),  # no memory
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("shapes do not fit"), False),
+    ],
+)
+def test_lost_device_is_unhealthy_at_once_and_for_good(
+    place: str, error: Exception, is_lost: bool
+) -> None:
+    overlap = OverlapScheduler.OFF if place == "execute" else OverlapScheduler.ON
+    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
+    recorder = Recorder([request(1, [1], 10)])
+    with running(recorder, _Failing(place, error), params=params) as manager:
+        recorder.wait_for_finals(1)
+        assert recorder.final_errors(1) == [STEP_FAILED]
+        assert manager.health.is_healthy != is_lost
+        recorder.pending.append(request(2, [20], 3))
+        manager.wake()
+        recorder.wait_for_finals(2)
+        assert manager.health.is_healthy != is_lost
+
+
+def test_repeated_failures_of_the_loop_are_unhealthy_until_it_works() -> None:
+    recorder = Recorder()
+    with running(recorder) as manager:
+        first = manager._batcher
+        for number in range(1, MAX_FAILURES_IN_A_ROW + 1):
+            assert manager.health.is_healthy
+            fail_once(manager._batcher, "schedule", RuntimeError("again")).arm()
+            wait_until(lambda n=number: manager.health._num_failures_in_a_row == n)  # type: ignore[misc]
+            wait_until(lambda: not manager.health._is_recovering)
+        assert not manager.health.is_healthy
+        assert manager._batcher is not first, "the second failure rebuilds it"
+        assert_serves(recorder, manager)
+
+
+def test_exception_in_the_rescue_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    health = LoopHealth()
+    with health.recovering(1):
+        raise SystemExit("in the rescue")
+    assert caplog.text.count("the rescue of the batch manager failed") == 1
+    assert health.is_healthy
+    for _ in range(MAX_FAILURES_IN_A_ROW):
+        health.note(is_completed=False, has_failed=True)
+    assert not health.is_healthy
+    health.note(is_completed=True, has_failed=False)
+    assert health.is_healthy
+
+
+def test_loop_that_always_fails_logs_ever_less_often(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle loop has 20 turns a second. After a success the next failure is logged again."""
+    monkeypatch.setattr(gpt_manager, "LAST_POLL_SECONDS", 0.0001)
+    recorder = Recorder()
+    with running(recorder) as manager:
+
+        def fail() -> None:
+            raise RuntimeError("again")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "_measure", fail)
+            wait_until(lambda: manager.health._num_failures_in_a_row >= 64)
+        assert_serves(recorder, manager)
+        numbers = [int(each.split()[-4]) for each in caplog.messages if each.endswith("in a row)")]
+        assert numbers[:7] == [1, 2, 4, 8, 16, 32, 64]
+        fail_once(manager, "_measure", RuntimeError("anew")).arm()
+        wait_until(lambda: caplog.messages[-1].endswith("(failure 1 in a row)"))
+
+
+@pytest.mark.parametrize("num_failed_steps", range(5))
+def test_failed_steps_do_not_hide_a_failure_of_the_loop_in_the_log(
+    num_failed_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    health = LoopHealth()
+    for _ in range(num_failed_steps):
+        health.note(is_completed=False, has_failed=True)
+    with health.recovering(7):
+        pass
+    assert caplog.messages == ["the batch manager failed in iteration 7 (failure 1 in a row)"]
+
+
+@pytest.mark.case(82, 83, 86)
+@pytest.mark.parametrize("error", [MemoryError(), torch.cuda.OutOfMemoryError("2 GiB"), OSError()])
+@pytest.mark.parametrize("iteration", [1, 4])
+@pytest.mark.parametrize(
+    ("policy", "overlap"),
+    [(GUARANTEED, OverlapScheduler.OFF), (MAX_UTILIZATION, OverlapScheduler.ON)],
+)
+def test_failing_step_ends_only_its_requests(
+    policy: CapacitySchedulerPolicy, overlap: OverlapScheduler, iteration: int, error: Exception
+) -> None:
+    """A context at iteration 1, generation at 4; two of five requests are not in that step."""
+
+    def fail(batch: ScheduledBatch) -> None:
+        if batch.iteration == iteration:
+            raise error
+
+    recorder = Recorder([request(i, [10 * i], 9) for i in range(1, 6)])
+    engine = CountingEngine(num_blocks=64, before_step=fail)
+    params = TrtGptModelOptionalParams(max_batch_size=3, overlap_scheduler=overlap)
+    with running(recorder, engine, policy, params=params) as manager:
+        recorder.wait_for_finals(*range(1, 6))
+        for victim in (1, 2, 3):
+            assert recorder.final_errors(victim) == [STEP_FAILED]
+        for other in (4, 5):
+            assert recorder.tokens(other) == list(range(10 * other + 1, 10 * other + 10))
+            assert recorder.final_errors(other) == [""]
+        assert_serves(recorder, manager)
+
+
+LIMIT = 500.0
+"""Seconds of a deadline, which passes when the clock of a test is set ahead."""
+
+
+@pytest.mark.case(70)
+@pytest.mark.parametrize("limit", ["max_queue_seconds", "max_run_seconds"])
+def test_deadline_ends_requests_with_their_tokens_or_the_reason(limit: str, clock: Clock) -> None:
+    """An empty answer would look like a short one."""
+    engine = GatedEngine(num_blocks=8, tokens_per_block=4)
+    recorder = Recorder([request(1, [1], 30), request(2, [9], 30), request(3, [5], 30)])
+    params: dict[str, Any] = {"max_batch_size": 8, limit: LIMIT}
+    with running(recorder, engine, params=TrtGptModelOptionalParams(**params)) as manager:
+        assert engine.has_begun.wait(WAIT)
+        clock.ahead = LIMIT
+        engine.go_on.set()
+        recorder.wait_for_finals(1, 2, 3)
+    if limit == "max_queue_seconds":
+        assert recorder.tokens(1) == list(range(2, 32)), "it started before its deadline"
+    else:
+        assert recorder.responses[1] == [([2], False, ""), ([], True, "")]
+    text = "not started before its deadline (place {} of 2): {}"
+    no_room = "waiting for KV blocks: needs 8, free 0"
+    behind = "behind 1 other, first of them request 2"
+    assert recorder.responses[2] == [([], True, text.format(1, no_room))]
+    assert recorder.responses[3] == [([], True, text.format(2, behind))]
+    assert isinstance(recorder.responses[2][0][2], CapacityText), "UNAVAILABLE, not our fault"
+    assert manager.describe_load() == (
+        "0 of 8 places are taken, 0 of those requests wait, and 8 of 8 KV blocks are free"
+    )
+
+
+def test_ended_requests_are_removed_from_the_watch() -> None:
+    active = ActiveRequests(BlockManager(4, 4))
+    watch = DeadlineWatch()
+    far = time.monotonic() + 1000
+    for request_id in range(5000):
+        ended = LlmRequest(request_id, [1], 1, queue_deadline=far, run_deadline=far)
+        active.add(ended)
+        watch.add(ended)
+        active.remove(ended)
+    assert len(watch._heap) <= 1026
+    late = LlmRequest(1, [1], 1, queue_deadline=0.0, run_deadline=0.0)
+    active.add(late)
+    watch.add(late)
+    assert [entry.request for entry in watch.take_expired()] == [late, late]
+    active.remove(late)
+    watch.add(late)
+    assert watch.take_expired() == []
+
+
+def test_watch_keeps_no_tokens_of_ended_requests() -> None:
+    """Under `inflight serve` each has a deadline hours ahead; one may have 100,000 tokens."""
+    recorder = Recorder([request(i, [1], 3) for i in range(1, 21)])
+    with running(
+        recorder, params=TrtGptModelOptionalParams(max_batch_size=8, max_run_seconds=7200.0)
+    ) as manager:
+        recorder.wait_for_finals(20)
+        assert manager._deadlines._watched == {}
+        assert len(manager._deadlines._heap) == 20
+
+
+def test_paused_request_has_met_its_queue_deadline() -> None:
+    """Its client may have tokens of it; only a run deadline ends it."""
+    active, watch = ActiveRequests(BlockManager(4, 4)), DeadlineWatch()
+    paused, waiting = (LlmRequest(i, [1], 4, queue_deadline=0.0) for i in (1, 2))
+    for each in (paused, waiting):
+        active.add(each)
+        watch.add(each)
+    paused.pause()
+    assert [entry.request for entry in watch.take_expired()] == [waiting]
+
+
+def test_deadlines_of_a_failed_request_do_not_end_the_next_with_its_id(clock: Clock) -> None:
+    def fail_once(batch: ScheduledBatch) -> None:
+        if batch.iteration == 2:
+            raise RuntimeError("once")
+
+    milliseconds = int(1000 * LIMIT)
+    first = request(1, [1], 10, max_queue_time_ms=milliseconds, allotted_time_ms=milliseconds)
+    recorder = Recorder([first])
+    with running(recorder, CountingEngine(before_step=fail_once)):
+        recorder.wait_for_finals(1)
+        assert recorder.responses[1][-1][2] == STEP_FAILED
+        recorder.responses.clear()
+        again = request(1, [50], 100, allotted_time_ms=int(4000 * LIMIT))
+        recorder.on_response = lambda request_id, is_final: (
+            setattr(clock, "ahead", LIMIT) if len(recorder.tokens(1)) == 1 else None
+        )
+        recorder.pending.append(again)
+        recorder.wait_for_finals(1)
+    assert recorder.tokens(1) == list(range(51, 151))
+
+
+@pytest.fixture
+def _clock_that_jumps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the time of day finds it an hour earlier."""
+    now = [time.time()]
+
+    def clock() -> float:
+        now[0] -= 3600.0
+        return now[0]
+
+    monkeypatch.setattr(time, "time", clock)
+    monkeypatch.setattr(time, "time_ns", lambda: int(clock() * 1e9))
+
+
+@pytest.mark.case(96)
+@pytest.mark.usefixtures("_clock_that_jumps_back")
+def test_deadlines_do_not_follow_the_time_of_day() -> None:
+    """One request is far from its deadline, the other one reaches it."""
+    engine = CountingEngine(
+        num_blocks=300, max_seq_len=1000, before_step=lambda batch: time.sleep(0.005)
+    )
+    recorder = Recorder([request(1, [1], 40), request(2, [1], 900, allotted_time_ms=500)])
+    params = TrtGptModelOptionalParams(max_batch_size=8, max_run_seconds=60, max_queue_seconds=60)
+    with running(recorder, engine, params=params):
+        recorder.wait_for_finals(1, 2)
+    assert recorder.tokens(1) == list(range(2, 42))
+    assert 0 < len(recorder.tokens(2)) < 900
+    assert recorder.final_errors(1) == recorder.final_errors(2) == [""]
