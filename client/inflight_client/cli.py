@@ -193,7 +193,7 @@ def why(
     http: HttpOption = False,
     header: HeaderOption = None,
 ) -> None:
-    """Tell why a request does not run now, and its place among waiting requests.
+    """Tell why a request waits, and its place in the queue.
 
     Exit code 1 if none with this id is in flight.
     """
