@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract_metrics import METRIC_ROWS
 from support.triton_harness import Server, ids_of
 from support.triton_stub import CountingEngine, FakePbUtils
 from write_compatibility_docs import absent
@@ -85,7 +84,7 @@ def test_unsupported_parameter_is_refused_by_name(spec: ParameterSpec) -> None:
 
 @pytest.mark.contract("refusal", "absent-parameter")
 def test_unknown_settings_are_refused_by_name() -> None:
-    names = [name for _, name in absent("parameters")]
+    names = [name for _, name in absent("parameter")]
     assert {"triton_backend", "multimodal_model_path"} <= set(names)
     for name in names:
         with pytest.raises(ConfigurationError, match=f"unknown setting '{name}': "):
@@ -103,6 +102,52 @@ def test_settings_of_tensorrt_llms_templates_get_a_hint() -> None:
     assert known - {"TYPE_FP32", "tensorrt_llm"} <= set(protocol.PARAMETER_BY_NAME)
 
 
+CONTRACT_METRICS = {
+    ("nv_trt_llm_request_metrics", "request_type"): {
+        "active": "Active Request Count",
+        "max": "Max Request Count",
+        "scheduled": "Scheduled Requests",
+        "context": "Context Requests",
+        "waiting": "Waiting Requests",
+    },
+    ("nv_trt_llm_runtime_memory_metrics", "memory_type"): {
+        "cpu": "Runtime CPU Memory Usage",
+        "gpu": "Runtime GPU Memory Usage",
+        "pinned": "Runtime Pinned Memory Usage",
+    },
+    ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type"): {
+        "max": "Max KV cache blocks",
+        "free": "Free KV cache blocks",
+        "used": "Used KV cache blocks",
+        "tokens_per": "Tokens per KV cache block",
+        "reused": "Reused KV cache blocks",
+        "fraction": "Fraction used KV cache blocks",
+    },
+    ("nv_trt_llm_inflight_batcher_metrics", "inflight_batcher_specific_metric"): {
+        "total_context_tokens": "Total Context Tokens",
+        "generation_requests": "Generation Requests",
+        "micro_batch_id": "MicroBatch ID",
+        "paused_requests": "Paused Requests",
+    },
+    ("nv_trt_llm_v1_metrics", "v1_specific_metric"): {
+        "total_context_tokens": "Total Context Tokens",
+        "total_generation_tokens": "Total Generation Tokens",
+        "empty_generation_slots": "Empty Generation Slots",
+    },
+    ("nv_trt_llm_general_metrics", "general_type"): {
+        "timestamp": "Timestamp",
+        "iteration_counter": "Iteration Counter",
+    },
+    ("nv_trt_llm_disaggregated_serving_metrics", "disaggregated_serving_type"): {
+        "kv_cache_transfer_ms": "",
+        "request_count": "",
+    },
+    ("nv_llm_input_token_len", "response_metric_type"): {"total_input_tokens": ""},
+    ("nv_llm_output_token_len", "response_metric_type"): {"total_output_tokens": ""},
+}
+"""(metric, label) -> value -> the key of the statistics JSON that it is set from, "" for none."""
+
+
 @pytest.mark.contract("metric", "*")
 def test_metrics_are_set_from_the_statistics_the_contract_names() -> None:
     """Value by value: two swapped ones would be true numbers under wrong names."""
@@ -116,10 +161,9 @@ def test_metrics_are_set_from_the_statistics_the_contract_names() -> None:
         for value, key in family.values.items()
     }
     contract = {
-        (row.family, row.label, value): key
-        for row in METRIC_ROWS
-        if not row.later
-        for value, key in row.values.items()
+        (name, label, value): key
+        for (name, label), values in CONTRACT_METRICS.items()
+        for value, key in values.items()
     }
     assert {row: key for row, key in there.items() if row not in ours} == contract
 

@@ -419,8 +419,8 @@ def test_genai_perf(server: PlainServer, is_decoupled: bool, tmp_path: Path) -> 
 def test_what_a_model_lacks_is_refused_by_name(server: PlainServer, is_decoupled: bool) -> None:
     """Every tensor of docs/compatibility.md that a model of ours does not have."""
     questions: list[tuple[str, str, list[str], list[str]]]
-    questions = [(model, name, [name], []) for model, name in absent("inputs")]
-    questions += [(model, name, [], [name]) for model, name in absent("outputs")]
+    questions = [(model, name, [name], []) for model, name in absent("input")]
+    questions += [(model, name, [], [name]) for model, name in absent("output")]
     assert len(questions) > 40
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
@@ -453,7 +453,7 @@ def test_unknown_fields_and_parameters_are_refused_by_name(
 ) -> None:
     """Triton takes both and tells nobody but the model."""
     surprises = [(model, "surprise") for model in REQUIRED]
-    sent = [each for each in absent("inputs") if each[0] in REQUIRED]  # no table of tokens
+    sent = [each for each in absent("input") if each[0] in REQUIRED]  # no table of tokens
     for model, name in [*sent, *surprises]:
         answer = generate(server, model, **REQUIRED[model], **{name: 1})
         assert f"'{name}'" in answer["error"], (model, name)
