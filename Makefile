@@ -14,7 +14,7 @@ GPU_MACHINE := $(VENV)/gpu-machine/.stamp
 STEP = @printf '\n==> %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-all lint format clean
+.PHONY: help install demo serve test test-all soak lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,9 @@ test: lint  ## every feature once, and the style, in five minutes; PYTEST_ARGS='
 test-all: test $(LOAD_TOOLS) $(GPU_MACHINE)  ## everything, as CI runs it
 	$(STEP) 'pytest, the slow tests'
 	@$(PYTEST) -m slow $(PYTEST_ARGS)
+
+soak: $(DEVELOPMENT)  ## an hour of mixed load while processes are killed; more options in ARGS='--minutes 10'
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python benchmarks/soak.py --minutes 60 $(ARGS)
 
 lint: $(DEVELOPMENT)  ## style, types and the direction of imports
 	$(STEP) 'ruff check'

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from load import HOST
 from report import describe_run, write_result
-from soak_parts.server import HOST, START_SECONDS, free_ports, processes_of
+from soak_parts.server import START_SECONDS, free_ports, processes_of
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _SETTLE_SECONDS = 3.0  # after a request: the last numbers are still being published

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from report import describe_run, write_result
-from soak_parts import memory
+from soak_parts import judge
 from soak_parts.plain_triton import plain_triton
 from soak_parts.server import Footprint
 
@@ -61,7 +61,7 @@ def reload_models(times: int) -> dict[str, Any]:
         failures.append(f"the server grew by {growth:.0f} MB in {times} reloads")
     return {
         "reloads": times,
-        "load_average": memory.loads(loads),
+        "load_average": judge.loads(loads),
         "load_seconds_p50": round(statistics.median(seconds), 2),
         "resident_mb": [round(each.resident_mb, 1) for each in prints],
         f"growth_mb_since_reload_{_WARM}": round(growth, 1),

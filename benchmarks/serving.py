@@ -1,9 +1,9 @@
-"""What the front costs: the demo model through the real server, and the same engine without it.
+"""The cost of serving: the demo model through the real server, and the same engine without it.
 
 For each number of streams: tokens per second, time to the first token, gaps between responses
 (p50, p99), tokens per response, and the ratio to the engine alone (no Triton, the callbacks of
-`GptManager` only). Rounds are interleaved. The client reads HTTP ``generate_stream`` from raw
-sockets, the cheapest way to read a stream; it shares the cores with the server.
+`GptManager` only). Rounds are interleaved. The client (`load.py`) shares the
+cores with the server.
 
     python benchmarks/serving.py --streams 1 8 64 256 --tokens 256 --rounds 3
 """
@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,52 +35,12 @@ from inflight_backend import (
     TrtGptModelType,
 )
 from inflight_server.serve.settings import DEMO_MODEL
+from load import Round, Trace, run_streams
 from report import describe_run, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 POOL_TOKENS = 131_072
 PROMPT = "1 2 3 4"
-
-
-@dataclass
-class Trace:
-    """When one stream produced what: (seconds since its request, number of tokens)."""
-
-    times: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Round:
-    """One measured round of ``num_streams`` simultaneous requests."""
-
-    num_streams: int
-    seconds: float
-    traces: list[Trace]
-
-    def figures(self) -> dict[str, float]:
-        """The figures of the table; times in milliseconds."""
-        num_tokens = sum(sum(trace.counts) for trace in self.traces)
-        num_responses = sum(len(trace.counts) for trace in self.traces)
-        firsts = [trace.times[0] * 1e3 for trace in self.traces]
-        gaps = [
-            (later - earlier) * 1e3
-            for trace in self.traces
-            for earlier, later in zip(trace.times, trace.times[1:], strict=False)
-        ]
-        return {
-            "tokens_per_second": num_tokens / self.seconds,
-            "first_token_ms_p50": _quantile(firsts, 0.5),
-            "first_token_ms_p99": _quantile(firsts, 0.99),
-            "gap_ms_p50": _quantile(gaps, 0.5),
-            "gap_ms_p99": _quantile(gaps, 0.99),
-            "tokens_per_response": num_tokens / num_responses,
-        }
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
 class EngineAlone:
@@ -155,58 +113,30 @@ class Served:
         command += ["--set", f"max_batch_size={max_batch_size}"]
         command += ["--set", f"max_tokens_in_paged_kv_cache={POOL_TOKENS}"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        asyncio.run(self._wait_until_ready())
+        self._wait_until_ready()
 
     def run(self, num_streams: int, num_tokens: int) -> Round:
         """All streams at once, each on its own connection."""
-        return asyncio.run(self._run(num_streams, num_tokens))
+        values = {
+            "input_ids": self._prompt_ids,
+            "input_lengths": len(self._prompt_ids),
+            "request_output_len": num_tokens,
+            "streaming": True,
+        }
+        return asyncio.run(run_streams(self._port, num_streams, values))
 
     def close(self) -> None:
         """Stop the server."""
         self._process.terminate()
         self._process.wait(60)
 
-    async def _wait_until_ready(self) -> None:
+    def _wait_until_ready(self) -> None:
         while self._process.poll() is None:
-            try:
-                await self._stream(2)
+            with suppress(OSError, EOFError, ValueError):
+                self.run(1, 2)
                 return
-            except (OSError, ValueError):
-                await asyncio.sleep(0.2)
+            time.sleep(0.2)
         raise SystemExit("inflight serve did not start")
-
-    async def _run(self, num_streams: int, num_tokens: int) -> Round:
-        started = time.perf_counter()
-        traces = await asyncio.gather(*(self._stream(num_tokens) for _ in range(num_streams)))
-        return Round(num_streams, time.perf_counter() - started, list(traces))
-
-    async def _stream(self, num_tokens: int) -> Trace:
-        """One request; every ``data:`` line is one response with its ``sequence_length``."""
-        body = json.dumps(
-            {
-                "input_ids": self._prompt_ids,
-                "input_lengths": len(self._prompt_ids),
-                "request_output_len": num_tokens,
-                "streaming": True,
-            }
-        )
-        head = (
-            "POST /v2/models/tensorrt_llm/generate_stream HTTP/1.1\r\nHost: localhost\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        )
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        started = time.perf_counter()
-        writer.write((head + body).encode())
-        trace = Trace()
-        while line := await reader.readline():
-            found = re.search(rb'"sequence_length":(\d+)', line)
-            if found and int(found[1]):
-                trace.times.append(time.perf_counter() - started)
-                trace.counts.append(int(found[1]))
-        writer.close()
-        if sum(trace.counts) != num_tokens:
-            raise ValueError(f"{sum(trace.counts)} of {num_tokens} tokens arrived")
-        return trace
 
 
 def _median(rounds: Sequence[Round]) -> dict[str, float]:

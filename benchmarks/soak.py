@@ -31,9 +31,9 @@ from typing import Any
 import grpc
 
 from report import describe_run, write_result
-from soak_parts import ends, memory, places, quiet, verdict
-from soak_parts.memory import Samples
-from soak_parts.questions import Asker
+from soak_parts import judge, quiet
+from soak_parts.judge import Samples
+from soak_parts.quiet import Asker
 from soak_parts.server import (
     LAUNCHER,
     MODEL,
@@ -144,12 +144,12 @@ class PolicySoak:
             names = await self._load(calm, steady, lambda: time.monotonic() > end)
             after = await self._quiet("after the steady load", names)
             await asker.stop()
-            findings.leaks.update(self._noted(memory.compare(before, after)))
+            findings.leaks.update(self._noted(judge.compare(before, after)))
             num_steady = calm.num_requests - num_before
-            judged = memory.judge(warm_up, steady, is_warm, num_steady, self._seconds)
+            judged = judge.judge_memory(warm_up, steady, is_warm, num_steady, self._seconds)
             names = await self._kill(disturbed, self._kill_seconds)
             last = await self._quiet("after the kills", names)
-            killed = memory.compare({LAUNCHER: after[LAUNCHER]}, last)
+            killed = judge.compare({LAUNCHER: after[LAUNCHER]}, last)
             findings.leaks["launcher after the kills"] = self._noted(killed)[LAUNCHER]
             code, stop_seconds = served.stop()
             left = served.left_behind()
@@ -160,14 +160,14 @@ class PolicySoak:
         repaired = repairs(served.log)
         findings.leaks["repairs"] = len(repaired)
         findings.expect(not repaired, f"{len(repaired)} repairs: {repaired[:3]}")
-        findings.failures += verdict.judge(calm, disturbed, self._questions, asker.wrong)
+        findings.failures += judge.judge_answers(calm, disturbed, self._questions, asker.wrong)
         if findings.failures:
             print(served.log, file=sys.stderr)
         shutil.rmtree(served.scratch, ignore_errors=True)
         finals = self._questions.to_json()["finals_per_request_read_to_its_end"]
         return {
             "policy": self._policy,
-            "load_average": memory.loads(findings.load_averages),
+            "load_average": judge.loads(findings.load_averages),
             "load": {"seconds": round(warm_up.seconds + steady.seconds), **calm.to_json()},
             "kills": disturbed.to_json(),
             "questions": asker.to_json() | {"finals_per_request_read_to_its_end": finals},
@@ -181,7 +181,7 @@ class PolicySoak:
 
     def _is_warm_up_over(self, began: float, asker: Asker) -> bool:
         passed = time.monotonic() - began
-        longest = memory.longest_warm_up(self._seconds - self._kill_seconds)
+        longest = judge.longest_warm_up(self._seconds - self._kill_seconds)
         return passed > _MIN_WARM_UP * self._seconds and (
             _is_warm(began, asker) or passed > longest
         )
@@ -238,12 +238,12 @@ class PolicySoak:
             await asyncio.sleep(min(_SERVE_SECONDS, seconds / 3))
             limit = _NOTICE_SECONDS[number] + _BUSY_SECONDS
             open_since = traffic.open_since.values()
-            report, failures = ends.judge(traffic.spans, open_since, began, back, limit)
+            report, failures = judge.judge_ends(traffic.spans, open_since, began, back, limit)
             findings.failures += [f"{what}: {failure}" for failure in failures]
             findings.recoveries.append({"what": what, "seconds_until_served_again": took, **report})
         await traffic.stop()
         await traffic.close()
-        findings.failures += ends.judge_harm(traffic.harmed_at, outages)
+        findings.failures += judge.judge_harm(traffic.harmed_at, outages)
         extra = len(served.shared_memory()) - regions
         findings.leaks["shared_memory_regions"] = extra
         findings.expect(extra == 0, f"{extra} regions of shared memory left by killed servers")
@@ -298,7 +298,7 @@ class PolicySoak:
         while forgotten and time.monotonic() < deadline:
             traffic = self._traffic(self._questions)
             try:
-                asked = places.count_forgotten(traffic, SETTINGS["max_batch_size"])
+                asked = quiet.count_forgotten(traffic, SETTINGS["max_batch_size"])
                 forgotten, errors = await asked
             except (asyncio.TimeoutError, grpc.RpcError, NotAnswered) as error:
                 errors = [f"not answered: {error!r:.200}"]
@@ -325,8 +325,8 @@ def main() -> int:
     result["note"] = options.note
     result["workers"] = NUM_WORKERS
     result["settings"] = SETTINGS
-    result["max_slope_mb_per_hour"] = memory.MAX_MB_PER_HOUR
-    result["max_bytes_per_request"] = memory.MAX_BYTES_PER_REQUEST
+    result["max_slope_mb_per_hour"] = judge.MAX_MB_PER_HOUR
+    result["max_bytes_per_request"] = judge.MAX_BYTES_PER_REQUEST
     result["policies"] = [
         asyncio.run(_soak(policy, seconds, kills, options.seed)) for policy in options.policies
     ]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from soak_parts.wire import Answer, text_of
+from load import Answer, text_of
 
 OUT_OF_TIME = "before its deadline"
 """Of the error of a request that had no token yet when its time was over."""

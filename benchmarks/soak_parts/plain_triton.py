@@ -14,7 +14,8 @@ from inflight_server.serve.process import ServerProcess
 from inflight_server.serve.repository import DEFAULT_MODELS, assemble
 from inflight_server.serve.settings import DEMO_MODEL
 from inflight_server.serve.tritonserver import environment, locate, prepare_backends
-from soak_parts.server import HOST, SHARED_MEMORY, START_SECONDS, Footprint, footprint, free_ports
+from load import HOST
+from soak_parts.server import SHARED_MEMORY, START_SECONDS, Footprint, footprint, free_ports
 
 
 @dataclass

@@ -14,6 +14,11 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import psutil
+
+from load import HOST
 
 LAUNCHER = "inflight serve"
 MODEL = "triton_python_backend_stub"
@@ -21,7 +26,6 @@ RELAY = "tensorrt_llm_bls"
 """The model that puts its requests to the other, and the program of its process."""
 
 TRITONSERVER = "tritonserver"
-HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
 START_SECONDS = 240.0
 DRAIN_SECONDS = 60
@@ -30,7 +34,6 @@ DRAIN_SECONDS = 60
 _STOP_SECONDS = 120.0
 _EXIT_SECONDS = 2.0  # for the last of its processes to be gone from /proc
 _INSIDE = Path(__file__).parent / "inside"  # what the model process may import
-_OURS = "connected to us"
 # What was lost and mended again, and what only our own bugs can cause.
 _REPAIRS = ("they are rebuilt", "the batch manager failed", "could not be read")
 
@@ -124,18 +127,11 @@ class Served:
 
     def _pids(self) -> dict[str, int]:
         pids = {LAUNCHER: self._process.pid}
-        for pid, line in self._command_lines().items():
+        for pid, line in processes_of(self.scratch).items():
             program = Path(line.split("\0")[0]).name
             if program in (MODEL, TRITONSERVER):
                 pids[RELAY if program == MODEL and f"/{RELAY}/" in line else program] = pid
         return pids
-
-    def _command_lines(self) -> dict[int, str]:
-        found: dict[int, str] = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace")
-        return {pid: line for pid, line in found.items() if str(self.scratch) in line}
 
     def _wait_for(self, file: Path, text: str) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -166,70 +162,48 @@ def repairs(log: str) -> list[str]:
 
 
 def processes_of(scratch: Path) -> dict[int, str]:
-    """Command lines by pid of what was started with ``scratch`` for its temporary files, also by
-    others: not everything has the folder in its command line."""
+    """Command lines by pid of all processes that were started with ``scratch`` as TMPDIR."""
     found: dict[int, str] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"TMPDIR={scratch}" in (entry / "environ").read_text(errors="replace").split("\0"):
-                found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace")
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(scratch):
+                found[process.pid] = "\0".join(process.cmdline())
     return found
 
 
 def footprint(pid: int) -> Footprint:
-    process = Path(f"/proc/{pid}")
-    fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    """What a process holds now."""
+    process = psutil.Process(pid)
     return Footprint(
-        resident_mb=int(fields["VmRSS"].split()[0]) / 1024,
-        num_threads=int(fields["Threads"]),
+        resident_mb=process.memory_info().rss / 2**20,
+        num_threads=process.num_threads(),
         descriptors=_descriptors(process),
     )
 
 
-def _descriptors(process: Path) -> Counter[str]:
-    """By kind, without what a process opens for an instant to read its own memory use, and without
-    connections to us: our end of one may stay until the next collection of garbage."""
-    states = _socket_states()
+def _descriptors(process: psutil.Process) -> Counter[str]:
+    """By kind, without files of /proc that a process opens for an instant to read its own memory
+    use, and without connections to us: our end of one may stay until the next garbage collection.
+    """
+    ours = {_ports(each) for each in psutil.Process().net_connections("tcp")}
+    sockets = {each.fd: each for each in process.net_connections("tcp")}
     kinds: Counter[str] = Counter()
-    for target in _targets(process):
-        kind, _, inode = target.rstrip("]").partition(":[")
-        if kind == "socket":
-            kind = f"socket, {states.get(inode, 'of another kind')}"
-        if not target.startswith("/proc/") and _OURS not in kind:
-            kinds[kind if inode else "file"] += 1
+    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            kind, _, inode = os.readlink(entry).partition(":[")
+            if found := sockets.get(int(entry.name)):
+                kind = f"socket, {found.status}"
+                if _ports(found)[::-1] in ours:
+                    continue
+            if not kind.startswith("/proc/"):
+                kinds[kind if inode else "file"] += 1
     return kinds
 
 
-def _socket_states() -> dict[str, str]:
-    """Of the TCP sockets of the machine, by inode: the state, or `_OURS` if we have the other end.
-
-    Of the columns the second and third are the ends, the fourth is the state, the tenth the inode.
-    An end is told by the last four bytes of its address and the port: gRPC's are IPv4 within IPv6.
-    """
-    names = {"01": "connected", "08": "whose peer has closed", "0A": "listening"}
-    tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [
-        (row[1][-13:], row[2][-13:], row[3], f"socket:[{row[9]}]")
-        for table in tables
-        for row in map(str.split, table)
-    ]
-    own = set(_targets(Path("/proc/self")))
-    ours = {(here, there) for here, there, _, target in rows if target in own}
-    return {
-        target[len("socket:[") : -1]: (
-            _OURS if (there, here) in ours else names.get(state, "closing")
-        )
-        for here, there, state, target in rows
-    }
-
-
-def _targets(process: Path) -> list[str]:
-    """What the open descriptors of a process are."""
-    targets = []
-    for descriptor in (process / "fd").iterdir():
-        with suppress(FileNotFoundError):  # closed since it was listed
-            targets.append(os.readlink(descriptor))
-    return targets
+def _ports(connection: Any) -> tuple[int, int]:
+    """Here and there; ports alone, because gRPC's addresses are IPv4 within IPv6."""
+    there = connection.raddr.port if connection.raddr else 0
+    return connection.laddr.port, there
 
 
 def free_ports(count: int) -> list[int]:

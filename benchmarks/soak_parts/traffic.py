@@ -20,10 +20,9 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2_grpc
 
+from load import LLM_MODEL, Answer, EventStream, encode, with_limit
 from soak_parts.answers import OUT_OF_TIME, QUESTIONS, is_cut, is_whole
-from soak_parts.events import EventStream
 from soak_parts.server import RELAY
-from soak_parts.wire import LLM_MODEL, Answer, encode, with_limit
 
 SILENCE_SECONDS = 300.0
 """A stream on which nothing comes for so long is silent: the failure that must not be."""

@@ -1,18 +1,114 @@
-"""What processes hold over time, and whether that is flat: a claim that can fail.
+"""What is wrong with what the soak saw: answers, how soon clients hear of a killed process, and
+memory, threads and descriptors over time.
 
-A process grows for a while before it can be judged: the ring of the recorder fills (8,192
-iterations) and is replaced, torch and malloc keep what was needed once. So the warm-up is told
-apart from what follows, and only that is judged.
+A process grows for a while before its memory can be judged: the ring of the recorder fills (8,192
+iterations) and is replaced, torch and malloc keep what was needed once. So the warm-up is kept
+apart from the steady time, and only that is judged.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from soak_parts.server import LAUNCHER, MODEL, RELAY, Footprint
+from soak_parts.traffic import HARM, SERVED_TWICE, Span, Tally
+
+_MAX_TOLD = 20  # of what is wrong, for each phase
+
+
+def judge_answers(
+    calm: Tally, disturbed: Tally, questions: Tally, not_answered: Sequence[str]
+) -> list[str]:
+    """``calm``: of the load before any kill; ``disturbed``: of that while processes were killed."""
+    failures: list[str] = []
+    for wrong in (calm.wrong, disturbed.wrong, questions.wrong, not_answered):
+        failures += wrong[:_MAX_TOLD]
+    failures += _judge_finals({"load": calm, "kills": disturbed, "questions": questions})
+    for outcome, times in calm.outcomes.items():
+        if outcome.endswith(("transport error", *HARM, SERVED_TWICE)):
+            failures.append(f"{times} times '{outcome}' before any kill")
+    return failures
+
+
+def _judge_finals(phases: Mapping[str, Tally]) -> list[str]:
+    """Each request has one; only while processes are killed it may be that none was read to its
+    end."""
+    failures = []
+    for phase, tally in phases.items():
+        counts = {number for number, times in tally.finals.items() if times}
+        if not counts <= {1} or not (counts or phase == "kills"):
+            failures.append(f"{phase}: finals per request: {dict(tally.finals)}")
+    return failures
+
+
+_RECONNECT_SECONDS = 15.0  # a connection that was refused is tried again after 1 s
+_MAX_UNREAD_SECONDS = 1.0  # a client may still read what had come before; busy, it takes a while
+
+
+def judge_ends(
+    spans: Collection[Span],
+    sent_and_open: Collection[float],
+    killed: float,
+    served_again: float,
+    limit: float,
+) -> tuple[dict[str, Any], list[str]]:
+    """The part of the report, and what is wrong; all times in seconds of the monotonic clock.
+
+    ``sent_and_open``: when those were sent that have not ended yet. Whatever was open at ``killed``
+    can only end with an error, and within ``limit``, unless its end was on the way by then. So soon
+    must also end what was sent from then until ``served_again`` and never reached a server that
+    lives.
+    """
+    were_open = [span for span in spans if span.began <= killed < span.ended]
+    waited = [span.ended - killed for span in were_open]
+    unharmed = [
+        span.ended - killed
+        for span in were_open
+        if not (span.is_broken or span.is_refused) and span.ended - killed > _MAX_UNREAD_SECONDS
+    ]
+    meanwhile = [
+        span.ended - span.began
+        for span in spans
+        if killed < span.began < served_again and span.is_broken
+    ]
+    still_open = sum(began <= killed for began in sent_and_open)
+    report: dict[str, Any] = {
+        "open_streams": len(waited) + still_open,
+        "seconds_until_they_ended_p50": round(statistics.median(waited), 2) if waited else None,
+        "seconds_until_they_ended_max": round(max(waited), 2) if waited else None,
+        "sent_meanwhile_seconds_max": round(max(meanwhile), 2) if meanwhile else None,
+    }
+    failures = []
+    if still_open:
+        failures.append(f"{still_open} streams did not end")
+    late = [seconds for seconds in (*waited, *meanwhile) if seconds > limit]
+    if late:
+        failures.append(f"{len(late)} streams ended after up to {max(late):.1f} s, not {limit:g}")
+    if unharmed:
+        failures.append(
+            f"{len(unharmed)} streams ended without an error {max(unharmed):.1f} s later"
+        )
+    return report, failures
+
+
+def judge_harm(harmed_at: Collection[float], outages: Sequence[tuple[float, float]]) -> list[str]:
+    """What is wrong with when requests ended as if no healthy server was there.
+
+    ``outages``: from each kill until it was served again. Whatever comes at another time is not
+    what was done to the server, but what it did by itself.
+    """
+    stray = [
+        at
+        for at in harmed_at
+        if not any(killed <= at <= back + _RECONNECT_SECONDS for killed, back in outages)
+    ]
+    if not stray:
+        return []
+    return [f"{len(stray)} requests were lost or refused while nothing was done to the server"]
+
 
 MAX_BYTES_PER_REQUEST = 100.0
 """Less than the smallest object that could be forgotten for each."""
@@ -74,7 +170,7 @@ def longest_warm_up(load_seconds: float) -> float:
     return max(load_seconds / 2, load_seconds - MIN_SECONDS - _QUIET_SECONDS)
 
 
-def judge(
+def judge_memory(
     warm_up: Samples, steady: Samples, is_warm: bool, num_requests: int, seconds: float
 ) -> tuple[dict[str, Any], list[str]]:
     """The part of the report, and what is wrong.
