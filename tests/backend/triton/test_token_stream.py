@@ -1,17 +1,28 @@
-"""The form of an answer: whole or in pieces, cut at a stop word with all that goes with it."""
+"""The form of an answer: whole or in pieces, as beams, and cut at stop words of text."""
 
 from __future__ import annotations
 
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from backend.triton.conftest import MakeServer
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.triton_harness import Server, error_of
+from support.triton_stub import FakeSender
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+import inflight_backend
 import inflight_protocol as protocol
+from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import InvalidRequest
+from inflight_backend.requests.sampling import MAX_WORD_TOKENS, MAX_WORDS
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
+from inflight_backend.triton_io.beam_stream import BeamTexts
 from inflight_backend.triton_io.outputs import choose_outputs
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
 from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
@@ -164,3 +175,207 @@ def test_outputs_are_those_named_or_asked_for_by_an_input() -> None:
     assert choose_outputs(named, is_text=True) == named
     with pytest.raises(InvalidRequest, match="output 'stats' cannot be requested here"):
         choose_outputs(named | {"stats"}, is_text=True)
+
+
+DEMO = Path(inflight_backend.__file__).parent / "demo_model"
+
+PROMPT = "1 2 3 4"
+
+
+@pytest.fixture
+def server(make_server: MakeServer) -> Server:
+    """The demo model, which counts, with up to three beams; a response for each step."""
+    config = EngineConfig(
+        device="cpu", max_batch_size=4, max_beam_width=3, max_tokens_in_paged_kv_cache=1024
+    )
+    engine: Any = Engine.load(DEMO, config)
+    return make_server(engine, max_beam_width="3", tokenizer_dir=str(DEMO), merge_responses="false")
+
+
+def responses_of(sender: FakeSender) -> list[dict[str, np.ndarray[Any, Any]]]:
+    return [
+        {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
+        for response in sender.responses
+    ]
+
+
+def texts_of(response: dict[str, np.ndarray[Any, Any]]) -> list[str]:
+    return [text.decode() for text in response["text_output"]]
+
+
+def test_one_text_per_beam_whole_or_as_it_grows(server: Server) -> None:
+    ask: dict[str, Any] = {"text_input": PROMPT, "max_tokens": 6, "beam_width": 3}
+    (whole,) = responses_of(server.ask(**ask, return_log_probs=True))
+    texts = texts_of(whole)
+    assert len(set(texts)) == 3
+    assert texts[0].startswith("1 2 3 4 5 6")
+    assert whole["output_log_probs"].shape[:2] == (1, 3)
+    assert whole["cum_log_probs"][0].tolist() == sorted(whole["cum_log_probs"][0], reverse=True)
+
+    stream = responses_of(server.ask(**ask, stream=True))
+    assert [PROMPT + text for text in texts_of(stream[-1])] == texts
+    lengths = [len(texts_of(response)[0]) for response in stream]
+    assert lengths == sorted(lengths), "each response holds everything so far"
+
+    (two,) = responses_of(server.ask(**ask, num_return_sequences=2))
+    assert texts_of(two) == texts[:2]
+    assert "sequence_index" not in two
+    error, _ = error_of(server.ask(**ask, num_return_sequences=4))
+    assert "'num_return_sequences' is 4, more than 'beam_width' = 3" in error
+    for name, value in (("include_stop_str_in_output", True), ("skip_special_tokens", False)):
+        error, _ = error_of(server.ask(**{**ask, name: value}))
+        assert f"'{name}' is not supported together with beams" in error
+
+
+def test_tokens_batches_and_stop_words(server: Server) -> None:
+    ask: dict[str, Any] = {"max_tokens": 8, "beam_width": 2, "exclude_input_in_output": True}
+    named = ("output_ids", "sequence_length", "text_output")
+    (free,) = responses_of(server.ask(text_input=PROMPT, outputs=named, **ask))
+    assert free["output_ids"].shape[:2] == (1, 2)
+    assert free["sequence_length"].shape == (1, 2)
+    (stopped,) = responses_of(server.ask(text_input=PROMPT, outputs=named, stop_words=["7"], **ask))
+    assert texts_of(free)[0].startswith(" 5 6 7")
+    assert " 5 6 " in texts_of(stopped), "all that stands before the word, as without beams"
+    assert not any("7" in text for text in texts_of(stopped))
+    ids = free["output_ids"][0, 0, : free["sequence_length"][0, 0]].tolist()
+    assert stopped["output_ids"].tolist() != free["output_ids"].tolist()
+    assert ids[:2] == stopped["output_ids"][0, 0, :2].tolist()
+
+
+def test_no_response_shows_the_beginning_of_a_stop_word(server: Server) -> None:
+    """The model counts: 8, 9, 10, of which "9 1" ends the best beam."""
+    ask: dict[str, Any] = {"max_tokens": 12, "beam_width": 2, "exclude_input_in_output": True}
+    sender = server.ask(text_input="5 6 7", stop_words=["9 1"], stream=True, **ask)
+    stream = [texts_of(response) for response in responses_of(sender)]
+    assert len(stream) > 3
+    assert not any("9" in text for texts in stream for text in texts)
+    assert stream[-1][0].strip() == "8"
+
+
+TEXT = st.text("abc", max_size=20)
+
+WORDS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def until_stop(text: str, words: list[str]) -> str:
+    places = [place for word in words if (place := text.find(word)) >= 0]
+    return text[: min(places)] if places else text
+
+
+@given(text=TEXT, words=WORDS, sizes=st.lists(st.integers(0, 5), max_size=20))
+@example(text="cabc", words=["bc", "ab"], sizes=[])  # both are complete with one piece
+@example(text="aabc", words=["abc", "ba"], sizes=[3])  # a shorter one may have begun later
+def test_text_ends_before_the_first_word(text: str, words: list[str], sizes: list[int]) -> None:
+    stop, left, rest = StopText(words), "", text
+    expected = None
+    for size in [*sizes, len(text)]:
+        piece, rest = rest[:size], rest[size:]
+        left += stop.push(piece, is_final=False)
+        so_far = text.removesuffix(rest)
+        if expected is None and any(word in so_far for word in words):
+            expected = until_stop(so_far, words)
+        # What has left can never be taken back, so it must be a beginning of the right answer.
+        assert until_stop(text, words).startswith(left) or stop.is_hit
+    left += stop.push("", is_final=True)
+    # In pieces the word that is complete first counts, which may begin later than a longer one.
+    assert stop.is_hit == (expected is not None)
+    assert left == (text if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"), [(["b c"], "a b c"), (["c", "b"], "a b"), (["b", "b c"], "a b"), ([], "")]
+)
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_a_text_may_end_behind_the_word(words: list[str], wanted: str, size: int) -> None:
+    text = "a b c d"
+    stop = StopText(words or ["nix"], keeps_word=True)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    told = "".join(stop.push(piece, is_final=False) for piece in pieces)
+    assert told + stop.push("", is_final=True) == (wanted or text)
+
+
+def test_only_what_may_become_a_word_is_held_back() -> None:
+    stop = StopText(["abab!"])
+    pieces = [stop.push(piece, is_final=False) for piece in ["xa", "b", "a", "c", "aba", "ba", "b"]]
+    assert pieces == ["x", "", "", "abac", "", "ab", ""]
+    assert stop.push("!zzz", is_final=False) == ""
+    assert stop.is_hit
+
+
+@given(
+    ids=st.lists(st.integers(0, 2), max_size=15),
+    words=st.lists(
+        st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3
+    ),
+)
+def test_tokens_of_a_stop_word_are_never_decoded(
+    ids: list[int], words: list[tuple[int, ...]]
+) -> None:
+    for end in range(1, len(ids) + 1):  # the request ends with the first word
+        lengths = [len(w) for w in words if tuple(ids[max(end - len(w), 0) : end]) == w]
+        if lengths:
+            ids = ids[:end]
+            expected = ids[: end - max(lengths)]
+            break
+    else:
+        expected = ids
+    stop = StopTokens(words)
+    left = [token for i in ids for token in stop.push([i], is_final=False)]
+    left += stop.push([], is_final=True)
+    assert left == expected
+
+
+def test_a_long_list_of_long_words_costs_no_more_than_itself(byte_codec: TextCodec) -> None:
+    """A table of all that its words begin with took 76 MB, for each request and, with beams, for
+    each text of each response."""
+    words = tuple(tuple(range(first, first + MAX_WORD_TOKENS)) for first in range(MAX_WORDS))
+    beams = BeamTexts(byte_codec, (5, 6), "", 0, words, ())
+    tracemalloc.start()
+    try:
+        stop = StopTokens(words)
+        assert stop.push([9, 3, 4], is_final=False) == [9]
+        assert beams.text([40, 41], is_final=False) == b""
+        assert beams.text([40, 41], is_final=True) == byte_codec.decode([40, 41]).encode()
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.fixture(scope="module")
+def byte_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    """One token per byte."""
+    folder = tmp_path_factory.mktemp("bytes")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return TextCodec(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "word", "expected"),
+    [
+        ("one two three", " three", "one two"),
+        ("naïve café — über", "é", "naïve caf"),
+        ("日本語のテキスト", "のテ", "日本語"),
+        ("stop at 🙂🙃 faces", "🙃", "stop at 🙂"),
+        ("no word here", "nowhere", "no word here"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+@pytest.mark.case(35)
+def test_words_across_tokens_and_inside_characters(
+    byte_codec: TextCodec, text: str, word: str, expected: str, size: int
+) -> None:
+    ids = byte_codec.encode_word(text)
+    writer = TextWriter(IncrementalDetokenizer(byte_codec, [5, 6]), stop_text=StopText([word]))
+    written, num_used = "", 0
+    for start in range(0, len(ids), size):
+        piece, num_ids = writer.write(ids[start : start + size], start + size >= len(ids))
+        written, num_used = written + piece, num_used + num_ids
+        if writer.is_stopped:
+            break
+    assert written == expected
+    # Tokens count up to the one that completed the word.
+    assert byte_codec.decode(ids[:num_used]) == (expected + word if expected != text else text)

@@ -1,4 +1,4 @@
-"""LoopCalls to a loaded model: why, what is served, what was decided, and coded errors."""
+"""Questions to a loaded model: why, statistics, description, recording; and error codes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,192 @@
+"""A response sender: one thread at a time in Triton, one end, responses larger than memory."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from support.triton_harness import WAIT, error_of
+from support.triton_stub import FakePbUtils, FakeResponse, FakeSender
+
+from inflight_backend.requests.inference_request import NamedTensor
+from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.frontend import share
+from inflight_backend.triton_io.sender import Array, ResponseFactory, ResponseSender
+from inflight_backend.triton_io.token_stream import TokenStream
+
+INTERNAL = FakePbUtils.TritonError.INTERNAL
+
+
+class HeldSender(FakeSender):
+    """Every send waits to be released. Notes how many threads there were at most, and questions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_held, self.release = threading.Event(), threading.Event()
+        self.num_inside = self.most_inside = self.num_questions = 0
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        self.num_inside += 1
+        self.most_inside = max(self.most_inside, self.num_inside)
+        self.is_held.set()
+        assert self.release.wait(WAIT)
+        self.num_inside -= 1
+        super().send(response, flags)
+
+    def is_cancelled(self) -> bool:
+        self.num_questions += 1
+        return True
+
+
+class FailingSender(FakeSender):
+    """The first send raises."""
+
+    has_failed = False
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("shm full")
+        super().send(response, flags)
+
+
+def stream_to(sender: FakeSender, *, is_decoupled: bool = True) -> ResponseSender:
+    return ResponseSender(sender, ResponseFactory(FakePbUtils, is_decoupled))
+
+
+def test_one_thread_at_a_time_is_in_triton_and_nobody_asks_during_a_send_or_after_the_end() -> None:
+    """Triton 24.10 dies of it."""
+    sender = HeldSender()
+    stream = stream_to(sender)
+    assert stream.is_cancelled()
+    threads = [threading.Thread(target=stream.send, args=({},), kwargs={"is_final": False})]
+    threads[0].start()
+    assert sender.is_held.wait(WAIT)
+    assert not stream.is_cancelled()
+    threads.append(threading.Thread(target=stream.abandon, args=("over",)))
+    threads[1].start()
+    threads[1].join(0.02)  # time enough to come in
+    sender.release.set()
+    for thread in threads:
+        thread.join(WAIT)
+    assert (sender.most_inside, sender.num_questions) == (1, 1)
+    assert [str(response.error or "") for response in sender.responses] == ["", "over"]
+    assert stream.has_ended
+    assert not stream.is_cancelled()
+    assert sender.num_questions == 1
+
+
+def test_an_end_that_cannot_be_sent_is_tried_once_more_as_an_error_and_holds_up_nobody() -> None:
+    sender = FailingSender()
+    stream = stream_to(sender)
+    stream.close()
+    assert error_of(sender) == ("the end could not be sent", INTERNAL)
+    assert not stream._lock.locked(), "a send behind it would wait for ever"
+    stream.send({}, is_final=True)
+    assert len(sender.responses) == 1
+
+
+def test_the_first_reason_for_an_end_is_the_one_that_is_told() -> None:
+    sender = FakeSender()
+    stream = stream_to(sender)
+    stream.end_with("first", "INVALID_ARG")
+    stream.end_with("second")
+    stream.send({}, is_final=False)
+    assert not sender.responses
+    stream.send({}, is_final=True)
+    assert error_of(sender) == ("first", FakePbUtils.TritonError.INVALID_ARG)
+
+
+@pytest.mark.parametrize("end", ["send_error", "abandon"])
+def test_sequences_that_all_fail_end_their_request_with_the_first_error(end: str) -> None:
+    sender, num_stops = FakeSender(), []
+    sequences = share(stream_to(sender), 3, lambda: num_stops.append(1))
+    for name, sequence in zip(("first", "second"), sequences, strict=False):
+        getattr(sequence, end)(name)
+    assert not sender.is_final.is_set(), "the third one holds blocks"
+    assert num_stops == [1]
+    getattr(sequences[2], end)("third")
+    assert error_of(sender) == ("first", INTERNAL)
+    assert sender.is_final.is_set()
+
+
+LOGITS = np.zeros((1, 1, 2000, 256), dtype=np.float32)
+
+TEXT = "x" * 2**21
+
+
+class FullMemory(FakeSender):
+    """Shared memory has no room beyond what a model begins with. Triton closes a sender when it is
+    to send with the flag of the last response, before it looks for room for that."""
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        tensors = [] if response is None else response.output_tensors
+        if any(each.array is LOGITS or TEXT.encode() in each.array for each in tensors):
+            if flags:
+                self.is_final.set()
+            raise RuntimeError("Failed to increase the shared memory pool size")
+        super().send(response, flags)
+
+
+class CountingSender(FakeSender):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flags: list[int] = []
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        self.flags.append(flags)
+        super().send(response, flags)
+
+
+@pytest.mark.case(117)
+def test_who_gets_a_last_response_without_room_for_it_gets_an_error() -> None:
+    dispatcher = ResponseDispatcher(stop_request=lambda request_id: None)
+    answer, question = FullMemory(), FullMemory()
+    dispatcher.open(1, TokenStream(stream_to(answer), frozenset({"generation_logits"})))
+    dispatcher.send_response(1, [NamedTensor("generation_logits", LOGITS)], True, "")
+    dispatcher.answer(stream_to(question), "recording", TEXT)
+    dispatcher.close()
+    internal = FakePbUtils.TritonError.INTERNAL
+    assert error_of(answer) == ("the response could not be sent", internal)
+    assert error_of(question) == ("the answer could not be sent", internal)
+    assert answer.is_final.wait(WAIT)
+    assert question.is_final.wait(WAIT)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "flags"),
+    [
+        ("generation_logits", LOGITS, [0, 1]),
+        ("generation_logits", LOGITS[:, :, :100], [1]),
+    ],
+    ids=["large", "small"],
+)
+def test_only_large_responses_leave_before_the_news_that_they_were_the_last(
+    name: str, value: Array, flags: list[int]
+) -> None:
+    sender = CountingSender()
+    is_free: list[int] = []
+    stream = stream_to(sender)
+    stream.on_final(lambda: is_free.append(len(sender.flags)))
+    stream.send({name: value}, is_final=True)
+    assert sender.flags == flags
+    assert len(sender.responses) == 1
+    assert is_free == [0], "the id is free before the answer is there"
+    assert stream.has_ended
+
+
+def test_who_was_to_get_an_error_in_place_of_a_large_response_gets_one() -> None:
+    sender = CountingSender()
+    stream = stream_to(sender)
+    stream.end_with("too late")
+    stream.send({"generation_logits": LOGITS}, is_final=True)
+    assert sender.flags == [1]
+    assert error_of(sender) == ("too late", FakePbUtils.TritonError.INTERNAL)
+
+
+def test_a_model_that_sends_one_response_marks_it_as_the_last() -> None:
+    """Triton tells clients of such a model nothing behind it."""
+    sender = CountingSender()
+    stream_to(sender, is_decoupled=False).send({"generation_logits": LOGITS}, is_final=True)
+    assert sender.flags == [1]
