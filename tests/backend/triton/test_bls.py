@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.relay_harness import answering, load
-from support.triton_harness import WAIT, error_of, text_of
+from support.triton_harness import WAIT, text_of
 from support.triton_stub import FakeRequest
 
 from inflight_backend.triton.relay_wire import RelayedRequest, Tensors
@@ -143,50 +143,6 @@ def test_rows_accumulate_apart(make_relay: Relay, outputs: tuple[str, ...]) -> N
         tuple(each.name() for each in response.output_tensors) for response in sender.responses
     }
     assert names == {outputs}
-
-
-@pytest.mark.parametrize("lengths", [[4, 0], [-1], []])
-def test_every_row_needs_tokens(make_relay: Relay, lengths: list[int]) -> None:
-    tensor = np.array(lengths, np.int32).reshape(-1, 1)
-    message, _ = error_of(ask(make_relay(), max_tokens=tensor))
-    assert message == "'max_tokens' must be above 0 in every row"
-
-
-def test_an_empty_response_says_that_it_was_all(make_relay: Relay) -> None:
-    """As the peer's: its clients may pass over what comes with the news of the end."""
-    sender = ask(make_relay())
-    assert sender.ends_empty
-    assert texts_of(sender) == [["tensorrt_llm"]]
-
-
-def test_sequences_of_a_relay_that_does_not_accumulate(make_relay: Relay) -> None:
-    sender = ask(make_relay(), num_return_sequences=2)
-    assert texts_of(sender) == [["0a"], ["1a"], ["0b"], ["1b"]]
-
-
-def test_request_parameters_are_refused_by_name(make_relay: Relay) -> None:
-    sender = ask(make_relay(), parameters='{"surprise":1,"inflight_error_codes":true}')
-    message, _ = error_of(sender)
-    assert message.startswith("[INVALID_ARG] 'surprise' came as a request parameter")
-
-
-@pytest.mark.parametrize(("accumulates", "texts"), [("true", ["a", "ab"]), ("false", ["a", "b"])])
-def test_what_benchmark_clients_say_beside_it(
-    make_relay: Relay, accumulates: str, texts: list[str]
-) -> None:
-    """Where it ends goes on as a tensor, since what is relayed has no parameters; whether texts
-    accumulate is for the deployment to say, not for them."""
-    sent: list[RelayedRequest] = []
-
-    def answer_two(request: RelayedRequest) -> list[Tensors]:
-        sent.append(request)
-        return [part(("a",)), part(("b",))]
-
-    relay = make_relay(accumulate_tokens=accumulates, tensorrt_llm_model_name="two")
-    with answering(answer_two, "two"):
-        sender = ask(relay, parameters='{"accumulate_tokens":true,"ignore_eos":true}')
-    assert texts_of(sender) == [[text] for text in texts]
-    assert [request.inputs["end_id"].tolist() for request in sent] == [[[-1]]]
 
 
 def test_a_failure_of_ours_ends_one_request_and_loses_none_behind_it(

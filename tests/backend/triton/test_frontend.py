@@ -29,7 +29,6 @@ from support.triton_stories import (
     SteppedEngine,
     StrictSender,
     demo_story,
-    sequences_of,
     story,
 )
 from support.triton_stub import CountingEngine, FakePbUtils, FakeRequest, FakeSender
@@ -44,7 +43,7 @@ from inflight_backend.status import read_status
 from inflight_backend.triton import dispatcher, frontend
 from inflight_backend.triton.frontend import copy_request
 from inflight_backend.triton.queue import RequestIds, RequestQueue
-from inflight_backend.triton_io.request import Prompt, TritonRequest
+from inflight_backend.triton_io.request import TritonRequest
 from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_protocol.tensors import make_inputs
 from inflight_recorder import recorder as recorder_module
@@ -101,22 +100,6 @@ def test_one_final_with_beams_and_guides(
         for act, *arguments in story_acts:
             getattr(told, act)(*arguments)
         told.finish(is_unloaded)
-
-
-@pytest.mark.parametrize("form", ["plain", "sequences", "beams", "guided"])
-def test_the_demo_story_tells_of_every_form(form: str) -> None:
-    with demo_story("guaranteed_no_evict") as told:
-        told.send(1, 4, 20, form)
-        told.finish(is_unloaded=False)
-        assert [response.error for response in told.sent[0][1].responses if response.error] == []
-
-
-def test_the_story_tells_of_drafts() -> None:
-    with story("guaranteed_no_evict", "off") as told:
-        told.send(1, 4, 9, "drafts")
-        told.finish(is_unloaded=False)
-        assert sequences_of(told.sent[0][1]) == {0: list(range(1, 10))}
-        assert len(told.server.engine.batches) == 7, "two of nine tokens were right guesses"
 
 
 @pytest.mark.case(118)
@@ -309,24 +292,6 @@ def test_several_sequences_are_one_request(server: Server, is_streaming: bool) -
     assert (shapes["batch_index"], shapes["sequence_index"]) == ([[0]], [[0]])
 
 
-def test_a_number_of_sequences_of_another_type_is_refused() -> None:
-    """Triton looks at types; a relay passes on what it got."""
-    with pytest.raises(InvalidRequest, match="must be one INT32, got 1 of int64"):
-        Prompt.read({"num_return_sequences": np.ones((1, 1), np.int64)})
-
-
-def test_all_sequences_have_come_at_the_same_time() -> None:
-    """Their deadlines count from then."""
-    request = InferenceRequest(1, {"input_ids": np.ones((1, 1), np.int32)})
-    request.created_ns -= 10**9
-    copies = copy_request(request, [2, 3])
-    assert [(each.request_id, each.created_ns - request.created_ns) for each in copies] == [
-        (1, 0),
-        (2, 0),
-        (3, 0),
-    ]
-
-
 def test_sequences_share_what_is_read_of_long_lists(server: Server) -> None:
     """256 of them with a bias for each of 128 K tokens took 4 GB, and half a minute in which the
     server took no other request."""
@@ -513,17 +478,6 @@ def test_each_row_gets_its_own_answer(server: Server, is_streaming: bool) -> Non
         streaming=np.array([[is_streaming]] * 2),
     )
     assert answers_of(sender) == {(0, 0): [5, 6], (1, 0): [13, 14, 15, 16]}
-
-
-@pytest.mark.parametrize("name", ["stop", "stats", "why", "recording", "describe", "ready"])
-def test_rows_may_say_that_they_ask_no_question(server: Server, name: str) -> None:
-    rows = {"input_ids": PROMPTS, "input_lengths": LENGTHS}
-    rows["request_output_len"] = np.array([[1], [1]], np.int32)
-    neutral = ask(server, **rows, **{name: np.array([[False], [False]])})
-    assert {place[0] for place in answers_of(neutral)} == {0, 1}
-    for values in ([[True], [False]], [[True], [True]]):
-        message, _ = error_of(ask(server, **rows, **{name: np.array(values)}))
-        assert message == f"'{name}' must hold one value, got 2"
 
 
 @pytest.mark.contract("tensorrt_llm output", "batch_index sequence_index")

@@ -21,11 +21,10 @@ from support.triton_harness import (
     wait_until,
     wait_until_queued,
 )
-from support.triton_stub import CountingEngine, FakePbUtils, FakeRequest, FakeSender
+from support.triton_stub import CountingEngine, FakePbUtils, FakeSender
 
 from inflight_backend.status import read_status
 from inflight_backend.triton import introspection as inspection
-from inflight_protocol.tensors import make_inputs
 from inflight_recorder.replay import replay
 from inflight_recorder.storage import RecordingReader
 from inflight_scheduler import ScheduledBatch
@@ -146,43 +145,6 @@ def test_why_tells_of_the_first_sequence_that_has_not_ended(
     assert answer["state"] == "not in flight"
 
 
-def test_whoever_has_just_come_does_not_hear_that_all_places_are_taken(
-    make_server: MakeServer, steps: Steps
-) -> None:
-    server = make_server(CountingEngine(before_step=steps))
-    senders = [server.send("first", input_ids=[1], request_output_len=3)]
-    steps.go_on_until(2)
-    senders.append(server.send("next", input_ids=[1], request_output_len=3))
-    late = server.send("late", input_ids=[1], request_output_len=3, max_queue_time_ms=30)
-    reason = "the iteration that runs has not ended (1 of 4 places of max_batch_size are taken)"
-    answer = json.loads(answer_of(server.ask("next", why=True), "why"))
-    assert (answer["state"], answer["reason"]) == ("queued", reason)
-    assert late.is_final.wait(WAIT)
-    assert error_of(late)[0] == (
-        f"not started before its deadline: place 2 of 2 in the queue, and {reason}"
-    )
-    steps.let_go()
-    for sender in senders:
-        assert sender.is_final.wait(WAIT)
-
-
-def test_describe_tells_the_limits_and_the_tokenizer_but_no_path(
-    server: Server, tmp_path: Path
-) -> None:
-    answer = answer_of(server.ask(describe=True), "description")
-    description = json.loads(answer)
-    assert description.pop("files") == {"tokenizer.json": (tmp_path / "tokenizer.json").read_text()}
-    assert description == {
-        "model": tmp_path.name,
-        "max_input_len": server.engine.max_seq_len - 1,
-        "max_seq_len": server.engine.max_seq_len,
-        "vocab_size": server.engine.vocab_size,
-        "end_id": -1,
-        "stop_token_ids": [],
-    }
-    assert str(tmp_path) not in answer
-
-
 def test_describe_tells_every_end_of_the_checkpoint(
     make_server: MakeServer, tokenizer: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,15 +190,6 @@ def test_what_is_told_to_fit_fits_and_no_token_more(
     assert len(ids_of(server.ask(input_ids=[1, 2], request_output_len=longest - 2))) == longest
     message, _ = error_of(server.ask(input_ids=[1, 2], request_output_len=longest - 1))
     assert "prompt" in message
-
-
-def test_errors_carry_their_code_when_asked(server: Server) -> None:
-    bad = make_inputs({"input_ids": [1], "request_output_len": 0})
-    plain, coded = FakeRequest(bad), FakeRequest(bad, "", (), '{"inflight_error_codes": true}')
-    server.model.execute([plain, coded])
-    message, code = error_of(plain.sender)
-    assert message.startswith("'request_output_len' is 0")
-    assert error_of(coded.sender) == (f"[INVALID_ARG] {message}", code)
 
 
 def test_why_needs_an_id(server: Server) -> None:

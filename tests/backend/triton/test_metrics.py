@@ -13,35 +13,15 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from support.triton_harness import Gate, Server, error_of, ids_of, wait_until
+from support.triton_harness import Gate, error_of, ids_of, wait_until
 from support.triton_stub import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 
 from inflight_backend.manager.statistics import EventCounter
 from inflight_backend.triton.frontend import _ERROR_CODES
 from inflight_backend.triton.metrics import TritonMetrics
 from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
-from inflight_protocol import ERRORS, EVENTS, INPUT_LENGTHS, OUTPUT_LENGTHS
+from inflight_protocol import ERRORS, INPUT_LENGTHS, OUTPUT_LENGTHS
 from inflight_scheduler import ScheduledBatch
-
-
-def test_the_log_has_each_change_of_the_gauges_once_however_often_they_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(FakePbUtils, "families", {})
-    monkeypatch.setattr(FakePbUtils.Logger, "lines", lines)
-    metrics = TritonMetrics(FakePbUtils, "tensorrt_llm", "1")
-    stats = [
-        json.dumps({"Iteration Counter": iteration, "Scheduled Requests": num_scheduled})
-        for iteration, num_scheduled in ((1, 3), (2, 3), (2, 0))  # the last: nobody is left
-    ]
-    for looked_at in stats:
-        for second in (10, 11):
-            stamp = {"Timestamp": f"10-25-2026 02:30:{second}"}
-            metrics.update(json.dumps(json.loads(looked_at) | stamp))
-    assert [json.loads(line) | {"Timestamp": ""} for line in lines] == [
-        json.loads(text) | {"Timestamp": ""} for text in stats
-    ]
 
 
 def test_the_time_stamp_is_right_in_the_hour_that_comes_twice(
@@ -67,31 +47,6 @@ def test_the_time_stamp_is_right_in_the_hour_that_comes_twice(
 
 def shown(family: str, label: str) -> float | None:
     return FakePbUtils.families[family].values.get(f"model=tensorrt_llm,version=1,{label}")
-
-
-def values_in(sender: FakeSender, key: str) -> list[int]:
-    """Of every entry of statistics that it was sent."""
-    tensors = [tensor for each in sender.responses for tensor in each.output_tensors]
-    texts = [text for tensor in tensors for text in tensor.as_numpy().reshape(-1)]
-    return [json.loads(text)[key] for text in texts]
-
-
-def test_who_waits_for_a_place_is_among_those_who_wait(server: Server, gate: Gate) -> None:
-    """Routers and autoscalers read this number as the length of the queue."""
-    feed = server.send(stats=True)
-    gate.clear()
-    senders = [server.send(input_ids=[1], request_output_len=3)]
-    wait_until(lambda: server.model._manager.get_num_active_requests() == 1)
-    senders += [server.send(input_ids=[1], request_output_len=3) for _ in range(6)]
-    wait_until(lambda: shown("nv_trt_llm_request_metrics", "request_type=waiting") == 6)
-    asked = server.ask(stats=True, streaming=False)
-    assert values_in(asked, "Waiting Requests") == [6]
-    gate.set()
-    for sender in senders:
-        assert sender.is_final.wait(10)
-    wait_until(lambda: shown("nv_trt_llm_request_metrics", "request_type=waiting") == 0)
-    wait_until(lambda: 6 in values_in(feed, "Waiting Requests"))  # at the end of the first step
-    wait_until(lambda: values_in(feed, "Waiting Requests")[-1] == 0)
 
 
 def counted() -> dict[str, float]:
@@ -137,26 +92,6 @@ def test_requests_that_end_with_an_error_are_counted_by_its_code(
         "UNAVAILABLE": 1,
     }
     wait_until(lambda: counted() == expected)
-
-
-def test_pauses_are_counted(
-    make_server: MakeServer, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many as the statistics of all iterations tell: the gauge says 0 nearly always."""
-    monkeypatch.setattr(FakePbUtils, "families", {})
-    engine = CountingEngine(num_blocks=8, before_step=gate)
-    server = make_server(engine, batch_scheduler_policy="max_utilization", max_num_tokens="64")
-    feed = server.send(stats=True)
-    gate.clear()  # until there are so many that they must pause
-    senders = [server.send(input_ids=[1, 2, 3], request_output_len=17) for _ in range(4)]
-    gate.set()
-    for sender in senders:
-        assert sender.is_final.wait(10)
-    wait_until(lambda: sum(values_in(feed, "Context Requests")) >= 4)  # the feed may be behind
-    wait_until(lambda: values_in(feed, "Active Request Count")[-1] == 0)
-    num_pauses = sum(values_in(feed, "Paused Requests"))
-    assert num_pauses > 0
-    wait_until(lambda: shown(EVENTS.name, "event=pause") == num_pauses)
 
 
 class LookingSender(FakeSender):

@@ -30,14 +30,13 @@ from inflight_backend.status import read_status
 from inflight_backend.triton import model as stub_checks
 from inflight_backend.triton import model as triton_model
 from inflight_backend.triton.model import (
-    TritonPythonModel,
     check_config,
     check_numpy,
     check_own_stub,
     with_queue_limit,
 )
 from inflight_backend.triton_io.inputs import read_inputs
-from inflight_protocol import METRICS, REUSE
+from inflight_protocol import METRICS
 from inflight_scheduler import ScheduledBatch
 from inflight_server.serve.tritonserver import locate
 
@@ -68,21 +67,6 @@ ZEROS: dict[str, tuple[int, ...]] = {
     "generation_logits": (1, 1, 1, 1),
 }
 """Tensors of the last response to a client that names none and asks for none -> shapes."""
-
-
-def test_tokens_stream_in_contract_shapes(server: Server) -> None:
-    sender = server.ask(input_ids=[1, 2, 3], input_lengths=3, request_output_len=20, streaming=True)
-    assert ids_of(sender) == list(range(4, 24))
-    for response in sender.responses:
-        tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
-        assert list(tensors)[:3] == ["output_ids", "sequence_length", "batch_index"]
-        assert tensors.keys() & ZEROS.keys() == (
-            ZEROS.keys() if response is sender.responses[-1] else set()
-        )
-        output_ids, sequence_length = tensors["output_ids"], tensors["sequence_length"]
-        assert tensors["batch_index"].tolist() == [[0]]
-        assert output_ids.dtype == sequence_length.dtype == np.int32
-        assert output_ids.shape == (1, 1, int(sequence_length[0, 0]))
 
 
 @pytest.mark.parametrize("is_excluded", [True, False])
@@ -120,12 +104,6 @@ def test_drafts_of_a_client_come_back_as_far_as_they_are_right(server: Server) -
     text, code = error_of(server.ask(draft_input_ids=[4] * 9, **values))
     assert "'draft_input_ids' holds 9 tokens, more than max_draft_len = 8" in text
     assert code == FakePbUtils.TritonError.INVALID_ARG
-
-
-def test_whole_answer_is_one_response_with_the_prompt(server: Server) -> None:
-    sender = server.ask(input_ids=[1, 2], request_output_len=3)
-    assert len(sender.responses) == 1
-    assert ids_of(sender) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.contract("tensorrt_llm of the LLM API input", "text_input")
@@ -232,54 +210,9 @@ def test_stop_by_id_ends_a_running_stream_in_the_iteration_that_runs(
     assert sender.responses[-1].error is None
 
 
-def test_stop_of_a_waiting_request(server: Server, gate: threading.Event) -> None:
-    gate.clear()
-    running = [
-        server.send(f"r{i}", input_ids=[1], request_output_len=30, streaming=True) for i in range(4)
-    ]
-    waiting = server.send("waiting", text_input="5 6", max_tokens=30)
-    server.ask("waiting", stop=True)
-    assert waiting.is_final.wait(WAIT)
-    assert text_of(waiting) == "5 6"
-    gate.set()
-    for sender in running:
-        assert sender.is_final.wait(WAIT)
-        assert ids_of(sender) == list(range(2, 32))
-
-
 @pytest.mark.case(58)
 def test_stop_for_an_unknown_id_is_acknowledged(server: Server) -> None:  # case 58
     assert server.ask("never seen", stop=True).responses[0].error is None
-
-
-def test_cancelled_clients_are_noticed(server: Server) -> None:
-    sender = server.send(input_ids=[1], request_output_len=200, streaming=True)
-    assert sender.has_response.wait(WAIT)
-    sender.cancelled = True
-    assert sender.is_final.wait(WAIT)
-
-
-def test_statistics_feed_follows_until_cancelled(server: Server) -> None:
-    once = server.ask(stats=True, streaming=False)
-    assert len(once.responses) == 1
-    feed = server.send(stats=True)
-    server.ask(input_ids=[1], request_output_len=10)
-    deadline = time.monotonic() + WAIT
-    while len(lines_of(feed)) < 11 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    iterations = [json.loads(line)["Iteration Counter"] for line in lines_of(feed)]
-    assert iterations == list(range(11))
-    feed.cancelled = True
-    assert feed.is_final.wait(WAIT)
-
-
-def lines_of(feed: FakeSender) -> list[bytes]:
-    return [
-        line
-        for response in feed.responses
-        for tensor in response.output_tensors
-        for line in tensor.as_numpy().reshape(-1)
-    ]
 
 
 @pytest.mark.contract("tensorrt_llm of the LLM API input", "return_finish_reason")
@@ -291,19 +224,6 @@ def test_the_reason_comes_with_the_last_response_to_who_asks(server: Server) -> 
     assert ["finish_reason" in names for names in named] == [False] * (len(named) - 1) + [True]
     values = {each.name(): each.as_numpy() for each in sender.responses[-1].output_tensors}
     assert values["finish_reason"].item() == b"length"
-
-
-def test_metrics_have_the_peers_names(server: Server) -> None:
-    for _ in range(2):  # the second one finds the first block of 4 of its 6 tokens
-        server.ask(input_ids=[1, 2, 3, 4, 5, 6], request_output_len=5)
-    blocks = FakePbUtils.families["nv_trt_llm_kv_cache_block_metrics"]
-    label = "model=tensorrt_llm,version=1,kv_cache_block_type="
-    expected = {"reused": 1, "max": 64, "tokens_per": 4}
-    wait_until(  # they are set one after the other
-        lambda: {kind: blocks.values.get(f"{label}{kind}") for kind in expected} == expected
-    )
-    assert "nv_trt_llm_request_metrics" in FakePbUtils.families
-    assert set(FakePbUtils.families[REUSE.name].values.values()) == {0.25}
 
 
 def last_line() -> dict[str, Any]:
@@ -361,22 +281,6 @@ def test_v1_has_its_own_metrics_and_answers_whole(
     status = read_status(server.status_file)
     assert status is not None
     assert status.fields["policy"] == "static_batch"
-
-
-def test_drain_refuses_new_requests_and_finishes_running_ones(
-    server: Server, gate: threading.Event
-) -> None:
-    gate.clear()
-    running = server.send(input_ids=[1], request_output_len=5, streaming=True)
-    server.drain_file.write_text("")
-    wait_for_phase(server, "draining")
-    text, code = error_of(server.ask(input_ids=[1]))
-    assert code == FakePbUtils.TritonError.UNAVAILABLE
-    assert "shutting down" in text
-    gate.set()
-    assert running.is_final.wait(WAIT)
-    assert ids_of(running) == [2, 3, 4, 5, 6]
-    wait_for_phase(server, "drained")
 
 
 @pytest.mark.case(126)
@@ -465,36 +369,6 @@ def test_queue_limit_is_a_named_refusal(
     gate.set()
     server.model.finalize()
     assert all(sender.is_final.is_set() for sender in senders)
-
-
-def test_priority_and_deadlines_count_in_the_queue(server: Server) -> None:
-    gates = threading.Semaphore(0)
-
-    def wait_for_gate(batch: ScheduledBatch) -> None:
-        assert gates.acquire(timeout=WAIT)
-
-    server.engine.before_step = wait_for_gate
-    running = [server.send(input_ids=[1], request_output_len=30) for _ in range(4)]
-    while len(server.model._queue) > 0:
-        gates.release()
-        time.sleep(0.01)
-    low = server.send("low", input_ids=[1], request_output_len=2, priority=0.0)
-    high = server.send("high", input_ids=[1], request_output_len=2, priority=1.0)
-    late = server.send("late", input_ids=[1], request_output_len=2, max_queue_time_ms=30)
-    assert late.is_final.wait(WAIT), "the engine stands still, and yet it hears in time"
-    assert error_of(late) == (
-        "not started before its deadline: place 2 of 3 in the queue, "
-        "and all 4 places of max_batch_size are taken",
-        FakePbUtils.TritonError.UNAVAILABLE,
-    )
-    assert [server.model._queue.find_place(number) for number in (5, 6)] == [(2, 2), (1, 2)]
-    text, code = error_of(server.ask(input_ids=[1], priority=2.0))
-    assert "'priority' is 2; it must be a finite number, 0..1" in text
-    assert code == FakePbUtils.TritonError.INVALID_ARG
-    gates.release(1000)
-    for sender in (*running, low, high):
-        assert sender.is_final.wait(WAIT)
-        assert sender.responses[-1].error is None
 
 
 def test_it_beats_while_it_loads_and_the_watchdog_beats_afterwards(
@@ -617,26 +491,6 @@ def test_another_gpu_than_the_first_is_refused() -> None:
     check_config(PROMPT, args)
     with pytest.raises(ConfigurationError, match=r"GPU 1, .* CUDA_VISIBLE_DEVICES=1"):
         check_config(PROMPT, {**args, "model_instance_device_id": "1"})
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"response_cache": {"enable": True}}, "response_cache"),
-        (
-            {"dynamic_batching": {"default_queue_policy": {"max_queue_size": 10**8}}},
-            "max_queue_size is 100000000: it must be between 0 and",
-        ),
-    ],
-)
-def test_the_model_does_not_load_with_it(
-    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
-    config = {**PROMPT, "parameters": {}, **asked}
-    args = {"model_config": json.dumps(config), "model_name": "tensorrt_llm"}
-    with pytest.raises(RuntimeError, match=message):
-        TritonPythonModel().initialize(args)
 
 
 def test_a_tensor_on_a_gpu_is_refused_with_what_to_set() -> None:

@@ -28,7 +28,6 @@ from inflight_backend.guided.compiler import PendingGuide
 from inflight_backend.guided.guide import Guide
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import RequestLimits, validate
-from inflight_backend.triton import queue as queue_module
 from inflight_backend.triton.queue import RequestIds, RequestQueue
 from inflight_scheduler import (
     BlockManager,
@@ -65,21 +64,6 @@ def queue_of(*priorities: float, span: float = 1000, max_size: int = 100) -> Req
 
 def taken(queue: RequestQueue, max_num_requests: int = -1) -> list[int]:
     return [each.request_id for each in queue.take(max_num_requests)]
-
-
-def test_equal_priorities_leave_in_order_of_arrival_and_as_many_as_asked_for() -> None:
-    queue = queue_of(0.5, 0.5, 0.5, 0.5)
-    assert taken(queue, 0) == []
-    assert taken(queue, 3) == [0, 1, 2]
-    assert taken(queue) == [3]
-    assert len(queue) == 0
-
-
-def test_a_queue_of_size_0_is_as_long_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_module, "MAX_QUEUE_SIZE", 3)
-    queue = queue_of(0.5, 0.5, 0.5, max_size=0)
-    with pytest.raises(CapacityExceeded, match="Maximum queue size of 3"):
-        queue.put(request(4))
 
 
 def test_priority_decides_within_the_span() -> None:

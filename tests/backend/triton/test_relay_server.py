@@ -41,13 +41,6 @@ from inflight_backend.triton.relay_wire import (
 from inflight_scheduler import ScheduledBatch
 
 
-def test_a_request_gets_all_parts_and_an_end_and_nothing_is_kept(server: Server) -> None:
-    assert ids_in(answer_to(packed(30))) == list(range(2, 32))
-    wait_until(lambda: server.model._relays.num_open == 0)
-    assert server.model._dispatcher._pieces == {}
-    assert not server.model._relays.is_done, "more may come until it is shut"
-
-
 def test_who_has_connected_before_the_listener_is_shut_is_served(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,16 +138,6 @@ def test_a_request_whose_relay_has_gone_ends(make_server: MakeServer) -> None:
     wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
     assert len(engine.batches) < 7000
     wait_until(lambda: server.model._relays.num_open == 0)
-
-
-@pytest.mark.parametrize("num_bytes", [0, 5, 50])
-def test_a_relay_that_goes_amid_its_request_has_asked_nothing(
-    server: Server, num_bytes: int
-) -> None:
-    with asking(packed(3)[:num_bytes]):
-        wait_until(lambda: server.model._relays.num_open == 1)
-    wait_until(lambda: server.model._relays.num_open == 0)
-    assert server.engine.batches == []
 
 
 @pytest.mark.parametrize("message", [pack({}), pack(RelayedEnd()), b"\0\0\0\1\0\0\0\0{"])

@@ -65,16 +65,6 @@ def test_requests_come_out_as_they_went_in(tensors: dict[str, Any], names: list[
     assert_same(request.inputs, tensors)
 
 
-def test_tensors_that_have_another_order_in_memory_keep_their_values() -> None:
-    table = np.arange(6, dtype=np.int32).reshape(2, 3)
-    assert_same(travel({"turned": table.T}), {"turned": table.T.copy()})
-
-
-def test_texts_are_utf8() -> None:
-    came: Any = travel({"text": np.array(["\u00e9"], dtype=object)})
-    assert came["text"].tolist() == ["\u00e9".encode()]
-
-
 @given(TENSORS)
 def test_the_last_ones_are_known(tensors: dict[str, Any]) -> None:
     last = travel(LastTensors(tensors))

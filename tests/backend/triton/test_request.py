@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.triton_harness import WAIT, Gate, Server, error_of, ids_of
+from support.triton_harness import WAIT, Server, error_of, ids_of
 from support.triton_stub import FakePbUtils, FakeRequest
 
 import inflight_protocol as protocol
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.triton_io.inputs import read_head
-from inflight_backend.triton_models.text_base import respond
 from inflight_protocol.aliases import LLM_API_INPUT_MAP
 from inflight_protocol.tensors import make_inputs
 
@@ -133,12 +132,6 @@ def test_every_name_of_the_llm_api_is_of_an_input_that_is_honoured() -> None:
         assert protocol.INPUT_BY_NAME[ours].is_honoured
 
 
-def test_a_long_name_is_cut() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        head_of(f'{{"{"a" * 10_000}":1}}').refuse_settings()
-    assert len(str(caught.value)) < 300
-
-
 @pytest.mark.parametrize("inputs", [{"input_ids": [1], "request_output_len": 3}, {"stats": True}])
 def test_the_llm_refuses_them_by_name(server: Server, inputs: dict[str, Any]) -> None:
     parameters = '{"inflight_error_codes":true,"surprise":1}'
@@ -161,41 +154,6 @@ def test_bytes_that_are_no_text_end_only_their_request(server: Server, where: st
     assert ids_of(sound.sender)[-3:] == [2, 3, 4]
 
 
-def test_models_without_an_engine_refuse_them_by_name() -> None:
-    """`preprocessing` and `postprocessing`."""
-    tensors = {"QUERY": np.array([["1"]], dtype=object)}
-    plain = FakeRequest(tensors, parameters='{"surprise":1}')
-    coded = FakeRequest(tensors, parameters='{"inflight_error_codes":true,"surprise":1}')
-    first, second = respond(FakePbUtils, [plain, coded], lambda inputs: dict(inputs))
-    assert str(first.error).startswith(UNKNOWN)
-    assert str(second.error).startswith(f"[INVALID_ARG] {UNKNOWN}")
-
-
-def send_with(server: Server, parameters: str, request_id: str = "", **inputs: Any) -> Any:
-    request = FakeRequest(make_inputs(inputs), request_id, parameters=parameters)
-    server.model.execute([request])
-    return request.sender
-
-
-@pytest.mark.parametrize(
-    ("said", "inputs"),
-    [
-        ("false", {}),
-        ("0", {"streaming": False}),
-        ("true", {"streaming": True}),
-        ("1", {"stream": True}),
-    ],
-)
-def test_the_llm_takes_the_parameter_that_repeats_streaming(
-    server: Server, said: str, inputs: dict[str, Any]
-) -> None:
-    """`inflight_batcher_llm_client.py` sends it with each of its requests."""
-    values = {"input_ids": [1], "request_output_len": 3, **inputs}
-    sender = send_with(server, f'{{"Streaming":{said}}}', **values)
-    assert sender.is_final.wait(WAIT)
-    assert ids_of(sender)[-3:] == [2, 3, 4]
-
-
 def test_rows_repeat_it_too(server: Server) -> None:
     rows = {
         "input_ids": np.array([[1], [5]], dtype=np.int32),
@@ -208,48 +166,3 @@ def test_rows_repeat_it_too(server: Server) -> None:
     assert error_of(wrong.sender)[0].startswith("request parameter 'Streaming' must say")
     assert right.sender.is_final.wait(WAIT)
     assert sorted(ids_of(right.sender)) == [2, 3, 6, 7]
-
-
-@pytest.mark.parametrize(
-    ("said", "inputs", "reason"),
-    [
-        ("true", {}, "must say what input 'streaming' says"),
-        ("1", {"streaming": False}, "must say what input 'streaming' says"),
-        ("false", {"streaming": True}, "must say what input 'streaming' says"),
-        ("2", {"streaming": True}, "must be true or false"),
-        ('"true"', {"streaming": True}, "must be true or false"),
-        ('"yes"', {"stop": True}, "must be true or false"),
-    ],
-)
-def test_it_refuses_that_parameter_with_another_value(
-    server: Server, said: str, inputs: dict[str, Any], reason: str
-) -> None:
-    values = {"input_ids": [1], "request_output_len": 3, **inputs}
-    message, code = error_of(send_with(server, f'{{"Streaming":{said}}}', "7", **values))
-    assert message.startswith("request parameter 'Streaming'")
-    assert reason in message
-    assert code == FakePbUtils.TritonError.INVALID_ARG
-
-
-@pytest.mark.parametrize("said", ["true", "false", "1"])
-def test_a_stop_may_say_whether_what_it_stops_streams(
-    server: Server, gate: Gate, said: str
-) -> None:
-    gate.close_after(2)
-    streaming = send_with(
-        server, '{"Streaming":true}', "7", input_ids=[1], request_output_len=90, streaming=True
-    )
-    assert gate.is_reached.wait(WAIT)
-    stop = send_with(server, f'{{"Streaming":{said}}}', "7", input_ids=[0], stop=True)
-    assert stop.is_final.wait(WAIT)
-    assert stop.responses[0].error is None
-    gate.set()
-    assert streaming.is_final.wait(WAIT)
-    assert len(ids_of(streaming)) < 90
-
-
-def test_only_the_llm_takes_it() -> None:
-    tensors = {"QUERY": np.array([["1"]], dtype=object)}
-    request = FakeRequest(tensors, parameters='{"Streaming":true}')
-    [response] = respond(FakePbUtils, [request], lambda inputs: dict(inputs))
-    assert str(response.error).startswith("'Streaming' came as a request parameter")

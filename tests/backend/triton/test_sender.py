@@ -183,10 +183,3 @@ def test_who_was_to_get_an_error_in_place_of_a_large_response_gets_one() -> None
     stream.send({"generation_logits": LOGITS}, is_final=True)
     assert sender.flags == [1]
     assert error_of(sender) == ("too late", FakePbUtils.TritonError.INTERNAL)
-
-
-def test_a_model_that_sends_one_response_marks_it_as_the_last() -> None:
-    """Triton tells clients of such a model nothing behind it."""
-    sender = CountingSender()
-    stream_to(sender, is_decoupled=False).send({"generation_logits": LOGITS}, is_final=True)
-    assert sender.flags == [1]

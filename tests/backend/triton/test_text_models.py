@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.triton_stub import FakePbUtils, FakeRequest
 
-from inflight_backend.errors import ConfigurationError, InvalidRequest
+from inflight_backend.errors import InvalidRequest
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_io.word_lists import embedding_bias
 from inflight_backend.triton_models.postprocessing import Postprocessor
@@ -299,21 +299,6 @@ def load(monkeypatch: pytest.MonkeyPatch, **parameters: Path) -> Preprocessing:
 
 
 @pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("tokenizer_type", "tokenizer.json says it"),
-        ("add_special_token", "did you mean add_special_tokens?"),
-        ("max_batch_size", "$"),
-    ],
-)
-def test_an_unknown_parameter_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, key: str, hint: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=f"unknown setting '{key}'.*{hint}"):
-        load(monkeypatch, gpt_model_path=DEMO_MODEL, **{key: Path("auto")})
-
-
-@pytest.mark.parametrize(
     ("key", "text"),
     [("EXECUTION_ENV_PATH", "/env"), ("multimodal_model_path", "${multimodal_model_path}")],
 )
@@ -376,12 +361,6 @@ def test_answers_that_are_too_long_are_named() -> None:
                 "SEQUENCE_LENGTH": np.array([[2**22 + 1]], np.int32),
             }
         )
-
-
-def test_only_the_outputs_asked_for_are_sent() -> None:
-    request = FakeRequest(query("1"), outputs=("INPUT_ID",))
-    [response] = respond(FakePbUtils, [request], PREPROCESS)
-    assert [tensor.name() for tensor in response.output_tensors] == ["INPUT_ID"]
 
 
 def test_switches() -> None:

@@ -16,14 +16,11 @@ from support.triton_stub import FakeSender
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import inflight_backend
-import inflight_protocol as protocol
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.errors import InvalidRequest
 from inflight_backend.requests.sampling import MAX_WORD_TOKENS, MAX_WORDS
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_io.beam_stream import BeamTexts
-from inflight_backend.triton_io.outputs import choose_outputs
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
 from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
 
@@ -74,39 +71,6 @@ def extras_of(first: int, num_tokens: int) -> dict[str, Any]:
         "num_output_tokens": np.array([[num_tokens]], np.int32),
         "generation_logits": np.ones((1, 1, num_tokens, 3), np.float32) * log_probs[..., None],
     }
-
-
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_everything_ends_at_the_stop_word(codec: TextCodec, is_whole: bool) -> None:
-    """The answer counts from 1, three tokens at a time; "5 6" is never to be seen."""
-    sent = Sent()
-    writer = TextWriter(IncrementalDetokenizer(codec, [40]), stop_text=StopText(["5 6"]))
-    stream = TokenStream(sent, OUTPUTS, writer, is_whole=is_whole, ids=[40] if is_whole else [])
-    hits = [
-        stream.send(list(range(first, first + 3)), extras_of(first, 3), is_final=False)
-        for first in (1, 4, 7)
-    ]
-    stream.send([10], extras_of(10, 1), is_final=True)
-    assert hits == [False, True, False]
-    assert stream.num_left_out == 4
-    assert [is_final for _, is_final in sent.responses] == (
-        [True] if is_whole else [False] * 3 + [True]
-    )
-    text = b"".join(t["text_output"].item() for t, _ in sent.responses).decode()
-    assert text.strip() == "1 2 3 4"
-    ids = [i for t, _ in sent.responses for i in t["output_ids"].reshape(-1).tolist()]
-    assert ids == [40] * is_whole + [1, 2, 3, 4, 5, 6]
-    log_probs = np.concatenate([t["output_log_probs"] for t, _ in sent.responses], axis=2)
-    np.testing.assert_allclose(log_probs.reshape(-1), -np.arange(1, 7) / 10, rtol=1e-6)
-    rows = sum(t["generation_logits"].shape[2] for t, _ in sent.responses)
-    assert rows == 6
-    counts = [tensors["num_output_tokens"].item() for tensors, _ in sent.responses]
-    assert counts == ([6] if is_whole else [3, 3, 0, 0])
-    last = sent.responses[-1][0]
-    np.testing.assert_allclose(last["cum_log_probs"], [[-2.1]], rtol=1e-6)
-    assert last["finish_reason"].item() == b"stop_words"
-    if not is_whole:
-        assert sent.responses[0][0]["finish_reason"].item() == b"not_finished"
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
@@ -162,19 +126,6 @@ def test_a_stream_of_text_is_silent_when_it_has_nothing_to_say(codec: TextCodec)
         [b" "],
         [b"1 2 3"],
     ]
-
-
-def test_outputs_are_those_named_or_asked_for_by_an_input() -> None:
-    of_the_ensemble = frozenset(protocol.ENSEMBLE_OUTPUT_MAP.values())
-    by_default = choose_outputs(frozenset(), is_text=False)
-    assert {"output_ids", "sequence_length", "output_log_probs"} <= by_default
-    assert "batch_index" in by_default
-    assert not {"text_output", "finish_reason", "sequence_index", "stats"} & by_default
-    assert choose_outputs(of_the_ensemble, is_text=True) >= {"text_output", "num_input_tokens"}
-    named = frozenset({"text_output", "finish_reason", "sequence_index"})
-    assert choose_outputs(named, is_text=True) == named
-    with pytest.raises(InvalidRequest, match="output 'stats' cannot be requested here"):
-        choose_outputs(named | {"stats"}, is_text=True)
 
 
 DEMO = Path(inflight_backend.__file__).parent / "demo_model"
@@ -280,18 +231,6 @@ def test_text_ends_before_the_first_word(text: str, words: list[str], sizes: lis
     # In pieces the word that is complete first counts, which may begin later than a longer one.
     assert stop.is_hit == (expected is not None)
     assert left == (text if expected is None else expected)
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"), [(["b c"], "a b c"), (["c", "b"], "a b"), (["b", "b c"], "a b"), ([], "")]
-)
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_a_text_may_end_behind_the_word(words: list[str], wanted: str, size: int) -> None:
-    text = "a b c d"
-    stop = StopText(words or ["nix"], keeps_word=True)
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    told = "".join(stop.push(piece, is_final=False) for piece in pieces)
-    assert told + stop.push("", is_final=True) == (wanted or text)
 
 
 def test_only_what_may_become_a_word_is_held_back() -> None:

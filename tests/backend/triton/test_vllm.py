@@ -12,7 +12,7 @@ import pytest
 import torch
 from backend.triton.conftest import MakeServer
 from support.checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
-from support.relay_harness import Ask, answering, tensors_of, vllm_model
+from support.relay_harness import Ask, tensors_of, vllm_model
 from support.triton_harness import Server, error_of
 from support.triton_stub import FakePbUtils, FakeSender
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -79,16 +79,6 @@ def test_tritons_openai_frontend(ask: Ask, settings: dict[str, Any], more: dict[
     assert {piece["num_input_tokens"][0] for piece in pieces} == {2}
 
 
-def test_it_calls_the_model_that_is_named() -> None:
-    """As ``tensorrt_llm_bls`` does: a deployment may have several, each with a model of its own."""
-    said = {"text_output": np.array([b"it is mine"], dtype=object)}
-    with (
-        answering(lambda request: [said], "mine"),
-        vllm_model(tensorrt_llm_model_name="mine") as ask,
-    ):
-        assert tensors_of(ask()) == [{"text_output": [b"1 2it is mine"]}]
-
-
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
@@ -104,15 +94,6 @@ def test_what_configs_of_vllms_backend_say_is_told_what_is_in_its_place(
         vllm_model(**{key: "true"}),
     ):
         pass
-
-
-@pytest.mark.parametrize("is_streaming", [True, False])
-@pytest.mark.parametrize("num_answers", [1, 2])
-def test_the_last_response_says_that_it_is(ask: Ask, is_streaming: bool, num_answers: int) -> None:
-    """As vLLM's: its clients may wait for that without asking for an empty response behind it."""
-    sender = ask(settings={"n": num_answers, "max_tokens": 3}, stream=is_streaming)
-    assert not sender.ends_empty
-    assert any(tensors_of(sender)[-1]["text_output"])
 
 
 class FullMemory(FakeSender):
@@ -360,24 +341,6 @@ def counting(server: Server) -> Iterator[Ask]:
         yield ask_real
 
 
-def test_without_the_setting_there_are_none(counting: Ask) -> None:
-    """``null`` in every response, of every answer."""
-    for logprobs in ({}, {"logprobs": None}, {"logprobs": False}):
-        settings = {"n": 2, "max_tokens": 3, **logprobs}
-        for is_streaming in (False, True):
-            responses = tensors_of(
-                counting("1", settings, stream=is_streaming, return_logprobs=True)
-            )
-            assert {tuple(each["logprobs"]) for each in responses} == {(b"null", b"null")}
-
-
-def test_the_setting_alone_tells_nothing(counting: Ask) -> None:
-    settings = {"max_tokens": 2, "logprobs": 3}
-    for more in ({"settings": settings}, {"parameters": settings}):
-        [answer] = tensors_of(counting("1", **more, return_logprobs=False))
-        assert answer == {"text_output": [b"1 2 3"]}
-
-
 def message_of(sender: FakeSender) -> str:
     return error_of(sender)[0]
 
@@ -444,12 +407,3 @@ def test_of_equally_likely_tokens_the_place_counts() -> None:
         ("8", {"logprob": -0.5, "rank": 2, "decoded_token": "8"}),
         ("7", {"logprob": -1.0, "rank": 1, "decoded_token": "7"}),
     ]
-
-
-def test_a_response_without_tokens_has_no_objects() -> None:
-    nothing = tensors([], own=[], ranks=[])
-    assert LogProbs(0, str).read(nothing) == []
-    empty = np.empty((1, 1, 0, 3), dtype=np.float32)
-    assert (
-        LogProbs(3, str).read({**nothing, "top_log_prob_ids": empty, "top_log_probs": empty}) == []
-    )
