@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEVELOPMENT = "dev"
 
 
+@pytest.mark.slow
 def test_every_dependency_of_a_server_is_listed_with_its_pin() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     part = project.partition("\ndependencies = [")[2].partition("\n[project.scripts]")[0]

@@ -97,6 +97,7 @@ def test_counts_on_after_one_number(model: Any, first: int) -> None:
     assert (top.values[:, 0] - top.values[:, 1]).min() > 10
 
 
+@pytest.mark.slow
 def test_counts_at_positions_of_thousands(model: Any) -> None:
     text = numbers(1, 1500)
     wanted, logits = next_tokens(model, text)
@@ -104,6 +105,7 @@ def test_counts_at_positions_of_thousands(model: Any) -> None:
     assert logits[1:].argmax(1).tolist() == wanted[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompt", "continuation"),
     [

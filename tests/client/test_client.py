@@ -175,6 +175,7 @@ def test_timeout_cancels_a_stream(caller: Caller, local: Local) -> None:
     assert local.triton.arrivals[0].is_left.wait(WAIT_SECONDS)
 
 
+@pytest.mark.slow
 def test_timeout_without_any_response_cancels_too(caller: Caller, local: Local) -> None:
     with pytest.raises(RequestTimeout, match=r"timeout = 1\.0 s"):
         caller.generate("silent", 1, timeout=1.0)

@@ -44,7 +44,7 @@ def url(server: ServeProcess, protocol: Protocol) -> str:
     return server.grpc_url if protocol == "grpc" else server.http_url
 
 
-@pytest.fixture(params=sorted(CALLERS))
+@pytest.fixture(params=["asyncio", pytest.param("sync", marks=pytest.mark.slow)])
 def caller(request: pytest.FixtureRequest, url: str, protocol: Protocol) -> Caller:
     """Each client in turn."""
     kind: str = request.param
@@ -228,6 +228,7 @@ def test_errors_of_the_server(
         caller.stream(prompt, max_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.case(56)
 def test_second_request_with_an_id_in_flight(caller: Caller, url: str, protocol: Protocol) -> None:
     with InflightClient(url, protocol=protocol) as client:
@@ -273,6 +274,7 @@ def test_command_stop(url: str) -> None:
     assert_counts_in_part(PROMPT, text, LONG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["--stream", "--no-stream"])
 def test_command_interrupted(how: str, url: str, server: ServeProcess) -> None:
     command = [*COMMAND, "generate", PROMPT, f"--max-tokens={LONG}", how, "--url", url]

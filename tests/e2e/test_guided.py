@@ -52,7 +52,9 @@ def post(server: ServeProcess, model: str, **values: Any) -> httpx.Response:
 @pytest.mark.contract("tensorrt_llm input", "guided_decoding_guide_type guided_decoding_guide")
 @pytest.mark.contract("ensemble input", "guided_decoding_guide_type guided_decoding_guide")
 @pytest.mark.parametrize("guide_type", GUIDES)
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
+@pytest.mark.parametrize(
+    "model", ["tensorrt_llm", pytest.param("ensemble", marks=pytest.mark.slow)]
+)
 def test_answers_parse(server: ServeProcess, model: str, guide_type: str) -> None:
     guide = {
         "guided_decoding_guide_type": guide_type,

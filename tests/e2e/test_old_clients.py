@@ -22,7 +22,7 @@ from support.server_process import assert_counts
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_server.serve.settings import DEMO_MODEL
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WAIT = 60.0
 PROMPT = "1 2 3"
@@ -110,7 +110,6 @@ def check_end_to_end(server: PlainServer, tag: int, **flags: Any) -> None:
 
 
 @pytest.mark.contract("client", "unasked-outputs")
-@pytest.mark.slow
 @on(WHOLE, 7, 8, 9, 12, 13)
 def test_end_to_end_test(server: PlainServer, tag: int) -> None:
     check_end_to_end(server, tag)
@@ -120,7 +119,6 @@ def test_end_to_end_test(server: PlainServer, tag: int) -> None:
 
 
 @pytest.mark.contract("client", "unasked-outputs")
-@pytest.mark.slow
 @on(WHOLE, 7, 8, 9, 12, 13)
 def test_e2e_grpc_speculative_decoding_client(server: PlainServer, tag: int) -> None:
     """It drafts with one model and has another one check that, here the same; it reads what it has
@@ -182,7 +180,6 @@ def test_end_to_end_grpc_client_streams(server: PlainServer, tag: int) -> None:
 
 
 @pytest.mark.contract("client", "batch-index")
-@pytest.mark.slow
 @on(WHOLE, 7, 9, 12, 13)
 def test_end_to_end_grpc_client(server: PlainServer, tag: int) -> None:
     for model in ("ensemble", "tensorrt_llm_bls"):
@@ -190,7 +187,6 @@ def test_end_to_end_grpc_client(server: PlainServer, tag: int) -> None:
 
 
 @pytest.mark.contract("client", "uint32")
-@pytest.mark.slow
 @on(STREAMED_UINT32, 5, 6)
 def test_end_to_end_streaming_client(server: PlainServer, tag: int) -> None:
     run_end_to_end_grpc_client(server, tag, "ensemble", stream=True)
@@ -228,21 +224,18 @@ def run_inflight_batcher_llm_client(server: PlainServer, tag: int, *, stream: bo
 
 
 @pytest.mark.contract("client", "stop-and-stream")
-@pytest.mark.slow
 @on(STREAMED, 7, 9, 12, 13)
 def test_inflight_batcher_llm_client_streams(server: PlainServer, tag: int) -> None:
     run_inflight_batcher_llm_client(server, tag, stream=True)
 
 
 @pytest.mark.contract("client", "uint32")
-@pytest.mark.slow
 @on(STREAMED_UINT32, 5, 6)
 def test_inflight_batcher_llm_client_streams_with_uint32(server: PlainServer, tag: int) -> None:
     run_inflight_batcher_llm_client(server, tag, stream=True)
 
 
 @pytest.mark.contract("client", "uint32 lengths")
-@pytest.mark.slow
 @on(WHOLE_UINT32, 5, 6)
 def test_the_clients_with_uint32(server: PlainServer, tag: int) -> None:
     check_end_to_end(server, tag)
@@ -286,7 +279,6 @@ def run_identity_test(server: PlainServer, tag: int, prompts: Sequence[Sequence[
 
 
 @pytest.mark.contract("client", "folded-ids")
-@pytest.mark.slow
 @on(WHOLE, 7, 9, 12, 13)
 def test_benchmark_core_model(server: PlainServer, tag: int) -> None:
     """`dataset` has prompts, `token-norm-dist` and `token-from-histogram` draw ids of any size."""
@@ -295,7 +287,6 @@ def test_benchmark_core_model(server: PlainServer, tag: int) -> None:
 
 
 @pytest.mark.contract("client", "end-id")
-@pytest.mark.slow
 @on(STREAMED, 13)
 def test_an_end_id_that_no_vocabulary_has_ends_nothing(server: PlainServer, tag: int) -> None:
     """SGLang's benchmark sends it; "3 2 1" would end at 0."""

@@ -417,6 +417,7 @@ def wait_until_not_ready(http: httpx.Client) -> None:
         assert time.monotonic() < deadline, "the front calls a draining server ready"
 
 
+@pytest.mark.slow
 def test_a_missing_a_draining_and_a_killed_server(tmp_path: Path, serve: Any) -> None:
     [unused] = free_ports(1)
     failed = FrontProcess(tmp_path, f"{HOST}:{unused}")

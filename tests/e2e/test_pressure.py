@@ -175,6 +175,7 @@ class _Idle:
         self._requests.put(None)
 
 
+@pytest.mark.slow
 @pytest.mark.case(121)
 def test_256_requests_at_once(server: ServeProcess) -> None:
     num_tokens = 128  # so that the first one still runs when the last one arrives
@@ -204,6 +205,7 @@ def test_256_requests_at_once(server: ServeProcess) -> None:
     assert most == 256
 
 
+@pytest.mark.slow
 @pytest.mark.case(71)
 def test_clients_that_never_read_hold_little_memory_and_block_no_other(
     server: ServeProcess,

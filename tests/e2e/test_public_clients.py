@@ -33,7 +33,7 @@ from inflight_backend.text.tokenizer import TextCodec
 from inflight_server.serve.repository import OPTIONAL_MODELS
 from inflight_server.serve.settings import DEMO_MODEL
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WAIT = 60.0
 PROMPT = "1 2 3"

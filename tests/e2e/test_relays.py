@@ -43,6 +43,7 @@ def errors_of_all(running: ServeProcess) -> list[BaseException]:
         return [error for each in asked if (error := each.exception())]
 
 
+@pytest.mark.slow
 @pytest.mark.case(118)
 def test_streams_that_are_relayed_side_by_side_come_to_their_ends(serve: ServeFactory) -> None:
     """Triton's own way from model to model stood still within seconds: where a second response to a

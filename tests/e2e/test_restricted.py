@@ -74,6 +74,7 @@ def test_without_it_the_header_is_named(
                 call()
 
 
+@pytest.mark.slow
 def test_the_front_sends_the_key(server: PlainServer, tmp_path: Path) -> None:
     file = tmp_path / "headers"
     file.write_text(f"{NAMES['grpc']}: {VALUE}\n")
@@ -88,6 +89,7 @@ def test_the_front_sends_the_key(server: PlainServer, tmp_path: Path) -> None:
     assert VALUE not in front.output
 
 
+@pytest.mark.slow
 def test_a_front_without_the_key_says_which_header_it_needs(
     server: PlainServer, tmp_path: Path
 ) -> None:

@@ -182,6 +182,7 @@ def test_the_older_name_of_return_perf_metrics(server: ServeProcess) -> None:
             list(infer(server, **asked, return_perf_metrics=True))
 
 
+@pytest.mark.slow
 def test_a_response_for_every_token(serve: ServeFactory) -> None:
     """For clients that take no two tokens in one response, as the harness of MLPerf; many streams,
     since few have one each anyway."""

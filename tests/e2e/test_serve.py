@@ -352,6 +352,7 @@ def test_unknown_architecture(serve: ServeFactory, checkpoint: Path) -> None:
     assert_refused(serve(wait_for="", model=checkpoint), "MambaForCausalLM", "LlamaForCausalLM")
 
 
+@pytest.mark.slow
 @pytest.mark.case(102)
 def test_truncated_weights(serve: ServeFactory, checkpoint: Path) -> None:
     weights = checkpoint / "model.safetensors"
@@ -434,6 +435,7 @@ def test_second_ctrl_c_ends_streams_with_an_error(serve: ServeFactory) -> None:
     assert_counts_in_part(PROMPT, "".join(pieces), LONG)
 
 
+@pytest.mark.slow
 @pytest.mark.case(100, 126)
 def test_the_drain_limit_ends_a_stream_with_an_error(serve: ServeFactory) -> None:
     """Also one that is relayed: there Triton 24.10 loses errors behind a first response."""

@@ -111,6 +111,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
+@pytest.mark.slow
 @pytest.mark.case(90, 119, 120)
 def test_killed_processes_are_replaced_until_it_makes_no_sense(
     serve: ServeFactory, pool: ThreadPoolExecutor, tmp_path: Path

@@ -146,6 +146,7 @@ def rounded(value: Any) -> Any:
     return float(f"{round(value, 4):.5g}") if isinstance(value, float) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", BASE)
 def test_each_input_alone(server: ServeProcess, model: str) -> None:
     config = httpx.get(f"{server.http_url}/v2/models/{model}/config", trust_env=False).json()

@@ -360,6 +360,7 @@ def test_splits_fill_the_machine_by_the_lengths_that_there_are(
     assert planned_splits(device, lengths, room) == splits
 
 
+@pytest.mark.slow
 def test_plans_of_any_lengths_fit_their_list(
     device: torch.device, generator: torch.Generator
 ) -> None:

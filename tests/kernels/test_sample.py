@@ -112,6 +112,7 @@ def test_log_probs_equal_the_reference(device: torch.device, generator: torch.Ge
     assert bool(log_probs[-1].isnan())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("low", "high"), [(-60.0, 8.0), (2.0, 8.0), (1.0, 1.05), (-1.05, -1.0)])
 def test_thresholds_are_exact_wherever_tokens_lie(
     device: torch.device, generator: torch.Generator, low: float, high: float

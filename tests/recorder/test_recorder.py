@@ -116,6 +116,7 @@ def test_of_many_requests_the_ring_holds_what_garbage_collections_pass_over() ->
     assert {type(packed) for chunk in chunks for packed in chunk.packed} == {bytes}
 
 
+@pytest.mark.slow
 def test_only_changes_of_generating_requests_are_held() -> None:
     """All ids of thousands in each iteration were most of the ring, which held a tenth as many."""
     num_requests = 1000

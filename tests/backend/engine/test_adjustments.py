@@ -231,6 +231,7 @@ SAMPLING = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25,
     deadline=None,

@@ -68,6 +68,7 @@ def run(
     return {job: [rows[index] for rows in seen] for index, job in enumerate(jobs)}
 
 
+@pytest.mark.slow
 def test_a_request_alone_and_among_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another slot, other blocks and another row of the batch, too."""
     together = [make_job(number) for number in reversed(range(len(LENGTHS)))]

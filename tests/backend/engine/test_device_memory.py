@@ -111,6 +111,7 @@ RECORDED = replace(
 )
 
 
+@pytest.mark.slow
 def test_what_recordings_keep_is_not_the_pools(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

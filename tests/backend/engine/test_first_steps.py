@@ -59,6 +59,7 @@ def results(
     return loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "bfloat16", "fp8 cache", "deterministic"])
 def test_requests_need_no_kernel_that_is_not_compiled_at_load(
     results: dict[str, Any], name: str

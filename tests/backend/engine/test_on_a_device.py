@@ -96,6 +96,7 @@ def keep(token: int, logits: Tensor, stream: int) -> None:
     logits[..., :token], logits[..., token + 1 :] = -torch.inf, -torch.inf
 
 
+@pytest.mark.slow
 @on_the_device
 @pytest.mark.parametrize("normalize", [False, True])
 def test_recorded_steps_draw_what_a_cpu_draws(folder: Path, device: str, normalize: bool) -> None:
@@ -114,6 +115,7 @@ def test_recorded_steps_draw_what_a_cpu_draws(folder: Path, device: str, normali
     assert log_probs == pytest.approx(expected_log_probs, abs=1e-4)
 
 
+@pytest.mark.slow
 @on_the_device
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_manager_gives_equal_answers(folder: Path, device: str, width: int) -> None:

@@ -155,6 +155,7 @@ def test_every_answer_parses_in_both_loops_under_all_policies(
     assert given[0] == given[1]
 
 
+@pytest.mark.slow
 def test_requests_without_a_guide_get_what_they_would_get_alone(random_model: Path) -> None:
     together = serve(random_model, mixed_requests(), params(overlap_scheduler=BOTH[1]))
     alone = [each for each in mixed_requests() if each.request_id % 4 == 3]
@@ -267,6 +268,7 @@ def test_what_becomes_too_dear_on_the_way_fails_alone(
     assert text_of(recorder, 91) == "a" * 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", BOTH)
 def test_an_answer_that_meets_a_limit_leaves_all_others_theirs(
     choice: OverlapScheduler, random_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -341,6 +343,7 @@ def test_a_guide_that_cannot_be_taken_ends_its_request_only(
         assert text_of(recorder, 2) == "abcd"
 
 
+@pytest.mark.slow
 def test_bad_guides_are_answered_and_hurt_nobody(random_model: Path) -> None:
     bad = [("regex", "("), ("json_schema", "[]"), ("ebnf_grammar", "x"), ("regex", "a?" * 20_000)]
     requests = [ask(i, *guide) for i, guide in enumerate(bad)] + [ask(9, num_new=10)]

@@ -265,7 +265,12 @@ def test_every_keyword_is_followed_or_refused(schema: dict[str, Any], bad: str) 
         (EBNF, 'root ::= [a-b] "c"{3,2}', "Lower bound is larger than upper bound"),
         (REGEX, "a(?=b)", "look-around"),
         (REGEX, "(a)\\1", "backreferences are not supported"),
-        (REGEX, "a?" * 20_000, "takes too much time or memory to compile; simplify it"),
+        pytest.param(
+            REGEX,
+            "a?" * 20_000,
+            "takes too much time or memory to compile; simplify it",
+            marks=pytest.mark.slow,
+        ),
         (REGEX, "[", "is no regex that can be used: invalid regex"),
         (REGEX, r"[^\x00-\U0010FFFF]", "is no regex that can be used: there is no text"),
         (SCHEMA, '{"type": "nothing"}', "can be used: Invalid type: nothing"),
@@ -329,6 +334,7 @@ ATTACKS: list[tuple[GuideType, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.case(55)
 @pytest.mark.parametrize(("guide_type", "guide"), ATTACKS, ids=range(len(ATTACKS)))
 def test_a_guide_that_means_harm_compiles_or_is_refused_in_seconds(
@@ -381,6 +387,7 @@ compiler.close()
 """
 
 
+@pytest.mark.slow
 def test_a_long_chain_of_references_does_not_end_the_process() -> None:
     """The library calls itself for each: its stack was full, which nothing can catch."""
     done = subprocess.run(
@@ -611,6 +618,7 @@ SCHEMAS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.case(122)
 @fuzzing
 @given(

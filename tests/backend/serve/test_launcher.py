@@ -164,6 +164,7 @@ def test_the_limit_of_requests_follows_the_age_of_connections_unless_it_is_set(
     assert told == age
 
 
+@pytest.mark.slow
 @pytest.mark.case(100)
 @pytest.mark.parametrize("drain_seconds", [60.0])  # it is over when the model says so
 def test_a_stop_that_nobody_hears_of_is_a_drain(
@@ -202,6 +203,7 @@ def test_a_stop_before_we_have_seen_that_it_is_ready_is_a_drain_where_clients_ma
     assert story.said.endswith("asked to end\n") == is_drain
 
 
+@pytest.mark.slow
 def test_a_log_that_grows_without_end_is_cut_while_the_server_writes_to_it(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ print(os.open("/dev/zero", os.O_RDONLY) > 2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unheard",
     ["the reader is gone", "the reader does not read", "the disk is full"],
@@ -79,6 +80,7 @@ def test_a_line_goes_where_it_should(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("ready\n", "stopping\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unheard",
     ["the reader is gone", "the reader does not read", "the disk is full"],
