@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,16 @@ def pytest_configure() -> None:
         settings.load_profile("tests")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a process that shares the tests with others: the largest pieces first."""
+    """Of a test with ``@pytest.mark.fast(n)`` all cases but the first n are slow. In a process that
+    shares the tests with others the largest pieces come first."""
+    num_cases: Counter[str] = Counter()
+    for item in items:
+        num_cases[name := item.nodeid.partition("[")[0]] += 1
+        mark = item.get_closest_marker("fast")
+        if mark is not None and num_cases[name] > mark.args[0]:
+            item.add_marker("slow")
 
     def rank(item: pytest.Item) -> int:
         places = [place for place, name in enumerate(_FIRST) if name in item.path.parts]

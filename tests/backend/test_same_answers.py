@@ -83,6 +83,7 @@ def computed(stats: Sequence[dict[str, Any]]) -> int:
     return sum(each["Total Context Tokens"] for each in stats)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("chunking", [None, *ContextChunkingPolicy])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda each: each.name)
 def test_reuse_and_chunks_change_no_token(
@@ -108,6 +109,7 @@ def test_reuse_and_chunks_change_no_token(
         assert computed(reused.stats) < sum(map(len, PROMPTS))
 
 
+@pytest.mark.slow
 def test_reuse_changes_no_token_with_the_kernels_and_the_loop_of_a_gpu(tmp_path: Path) -> None:
     """The kernels run in Triton's interpreter where there is no GPU."""
     folder = write_checkpoint(

@@ -155,6 +155,7 @@ def check_same(answers: Answers, plain: Answers) -> None:
         assert answers.log_probs[number] == pytest.approx(log_probs, abs=1e-4)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("overlap", [OFF, ON], ids=lambda each: each.value)
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION], ids=lambda each: each.name)
 def test_looked_up_drafts_change_no_answer(
@@ -230,6 +231,7 @@ def test_the_look_up_of_transformers_gives_the_same(folder: Path, engine: Any) -
     assert answers.total("Accepted Draft Tokens") > 0
 
 
+@pytest.mark.fast(3)
 @pytest.mark.contract("tensorrt_llm input", "draft_input_ids")
 @pytest.mark.parametrize("overlap", [OFF, ON], ids=lambda each: each.value)
 @pytest.mark.parametrize("num_right", [0, 2, 6])

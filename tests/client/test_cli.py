@@ -121,7 +121,7 @@ def test_text_comes_as_it_is_made(local_grpc: Local) -> None:
         assert process.wait(WAIT_SECONDS) == 130
 
 
-@pytest.mark.slow
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("prompt", ["count", "silent"])
 def test_ctrl_c_cancels_the_request(prompt: str, local: Local) -> None:
     command = [*COMMAND, "generate", prompt, "--max-tokens=10000", *server_options(local)]

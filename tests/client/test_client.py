@@ -168,6 +168,7 @@ def test_stop_by_id_from_another_client(caller: Caller, local: Local) -> None:
     assert local.triton.arrivals[0].is_completed.wait(WAIT_SECONDS)
 
 
+@pytest.mark.fast(2)
 def test_timeout_cancels_a_stream(caller: Caller, local: Local) -> None:
     with pytest.raises(RequestTimeout, match=r"timeout = 1\.0 s; the request was cancelled"):
         caller.stream("count", LONG, timeout=1.0)
@@ -175,7 +176,7 @@ def test_timeout_cancels_a_stream(caller: Caller, local: Local) -> None:
     assert local.triton.arrivals[0].is_left.wait(WAIT_SECONDS)
 
 
-@pytest.mark.slow
+@pytest.mark.fast(1)
 def test_timeout_without_any_response_cancels_too(caller: Caller, local: Local) -> None:
     with pytest.raises(RequestTimeout, match=r"timeout = 1\.0 s"):
         caller.generate("silent", 1, timeout=1.0)

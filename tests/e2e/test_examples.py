@@ -33,6 +33,7 @@ def test_stop(server: ServeProcess) -> None:
     assert len(output.split()) < 1000  # 4000 tokens would be more
 
 
+@pytest.mark.slow
 def test_chat(server: ServeProcess, tmp_path: Path) -> None:
     front = FrontProcess(tmp_path, server.grpc_url).wait_until_ready()
     try:

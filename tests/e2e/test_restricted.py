@@ -37,6 +37,7 @@ def address(server: PlainServer, protocol: Protocol) -> str:
     return server.grpc_url if protocol == "grpc" else server.http_url
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("protocol", NAMES)
 def test_a_client_sends_the_key(server: PlainServer, protocol: Protocol) -> None:
     url, headers = address(server, protocol), {NAMES[protocol]: VALUE}
@@ -53,6 +54,7 @@ def test_a_client_sends_the_key(server: PlainServer, protocol: Protocol) -> None
     assert_counts(PROMPT, asyncio.run(generate()), 20)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("value", [None, "another"])
 @pytest.mark.parametrize("protocol", NAMES)
 def test_without_it_the_header_is_named(

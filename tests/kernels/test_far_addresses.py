@@ -104,6 +104,7 @@ def attended(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((prompt, paged_attention_generation(x[:, None], *paged, tables, lengths, 1.0)))
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("op", "dtype"),
     [
@@ -146,6 +147,7 @@ def test_rows_of_tables(device: torch.device, generator: torch.Generator) -> Non
     assert (banned == -torch.inf).nonzero().tolist() == [[row, 8] for row in range(3)]
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("dtype", "block_size"),
     [(torch.float8_e4m3fn, 16), (torch.bfloat16, 64), (torch.bfloat16, 48)],

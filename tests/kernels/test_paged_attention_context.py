@@ -39,6 +39,7 @@ def expected_tokens(
     return out
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "tokens_per_block", "dtype", "block_m"),
     [
@@ -106,6 +107,7 @@ def test_equals_the_reference(
     assert_attention_close(out, expected)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("sliding_window", [1, 50, 1000])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_window_and_softcap(

@@ -35,6 +35,7 @@ def expected_rows(
     return torch.stack(rows)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "tokens_per_block", "dtype"),
     [
@@ -92,6 +93,7 @@ def test_equals_the_reference(
     assert_attention_close(out, reference.paged_attention_generation(query, *paged))
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("sliding_window", [None, 1, 70, 1000])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_window_and_softcap(
@@ -175,6 +177,7 @@ def test_strides_of_query_and_cache_are_honoured(
     assert_attention_close(out, expected_rows(query, cache, 0.125))
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "tokens_per_block", "dtype", "options"),
     [

@@ -29,6 +29,7 @@ def noise_arguments(num_rows: int, device: torch.device) -> tuple[torch.Tensor, 
     return seeds.to(device), (torch.arange(num_rows, dtype=torch.int64) * 31 + 5).to(device)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("vocabulary", [1, 2, 100, 4096, 5000])
 def test_equals_the_reference(
     device: torch.device, generator: torch.Generator, vocabulary: int
@@ -56,6 +57,7 @@ def test_equals_the_reference(
     assert torch.equal(sample(*arguments), reference.sample(*arguments))
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_of_16_bits_count_as_in_float32(
     device: torch.device, generator: torch.Generator, dtype: torch.dtype
@@ -112,7 +114,7 @@ def test_log_probs_equal_the_reference(device: torch.device, generator: torch.Ge
     assert bool(log_probs[-1].isnan())
 
 
-@pytest.mark.slow
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("low", "high"), [(-60.0, 8.0), (2.0, 8.0), (1.0, 1.05), (-1.05, -1.0)])
 def test_thresholds_are_exact_wherever_tokens_lie(
     device: torch.device, generator: torch.Generator, low: float, high: float

@@ -165,6 +165,7 @@ def test_a_failure_in_mid_stream_is_an_event(
 # Bodies.
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("content", "headers", "status"),
     [
@@ -512,6 +513,7 @@ def ask_from_page(
     return finish(ask())
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("origins", "named"), [([PAGE, "http://b"], PAGE), (["*"], "*")])
 def test_a_page_of_an_allowed_origin_may_call(
     local_grpc: Local, origins: list[str], named: str

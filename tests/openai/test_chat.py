@@ -226,7 +226,7 @@ def test_a_refusal_of_a_template_is_a_value_error(source: str, reason: str) -> N
         ChatTemplate(source, TOKENS).render(CONVERSATION)
 
 
-@pytest.mark.slow
+@pytest.mark.fast(2)
 @pytest.mark.case(107)
 @pytest.mark.parametrize(
     ("source", "reason"),

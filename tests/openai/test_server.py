@@ -66,6 +66,7 @@ def post(body: bytes) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("messages", [(), (HEALTH,), (b"G", b"E", b"T", b" ")])
 def test_a_slow_head_ends_the_connection(
     local_grpc: Local, monkeypatch: pytest.MonkeyPatch, messages: tuple[bytes, ...]

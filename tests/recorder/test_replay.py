@@ -49,6 +49,7 @@ def check_replay(text: str) -> None:
     read_workload(read(text))
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kind", ["plain", "beams", "drafts"])
 @hypothesis_settings(max_examples=120, deadline=None)
 @given(

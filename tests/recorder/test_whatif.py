@@ -124,7 +124,7 @@ def starts(text: str) -> list[int]:
     return [first[request_id] for request_id in sorted(first)]
 
 
-@pytest.mark.slow
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("max_batch_size", [3, 40])
 @pytest.mark.parametrize("span", [0, 5, 1000])
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,17 @@ async def app_of(local: Local, **settings: Any) -> AsyncIterator[OpenAIApp]:
     own = FrontSettings(**{"port": 0, "drain_seconds": 0.0, **settings})
     # The front's own limit ends a request before this one.
     triton = TritonClient(local.url, timeout=100.0, headers=own.headers)
-    reader = make_prompt_reader(DESCRIPTION, own.served_name, own.chat_template)
     try:
+        reader = _reader(own.served_name, own.chat_template)
         yield OpenAIApp(own, triton, reader, MetricsPage(own.metrics_url, triton.address))
     finally:
         await triton.close()
+
+
+@cache
+def _reader(served_name: str | None, chat_template: Path | None) -> PromptReader:
+    """Kept, because each starts a process for its chat template."""
+    return make_prompt_reader(DESCRIPTION, served_name, chat_template)
 
 
 @asynccontextmanager

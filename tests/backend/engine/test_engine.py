@@ -46,6 +46,7 @@ def expected(checkpoint: Folder) -> Callable[[str], list[list[int]]]:
     return answer
 
 
+@pytest.mark.fast(15)
 @pytest.mark.parametrize("chunk_size", [0, 3, 16])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_equals_transformers(
