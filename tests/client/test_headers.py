@@ -50,7 +50,7 @@ def test_the_question_to_triton_itself_has_them(kind: str, local: Local) -> None
     assert CALLERS[kind](local.url, local.protocol, "foreign", headers).health()
 
 
-@pytest.mark.fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate count", "stop a", "stats", "why a", "health"])
 def test_the_command_line_takes_them(command: str, local: Local, tmp_path: Path) -> None:
     [(name, value)] = key_of(local).items()

@@ -125,6 +125,7 @@ def test_cancel_at_any_phase_frees_everything(server: ServeProcess) -> None:
     wait_for_active(server, 0, within=10.0)
 
 
+@pytest.mark.slow
 @pytest.mark.case(72)
 def test_thousand_idle_streams_do_not_block_others(server: ServeProcess) -> None:
     """Open gRPC streams without requests, over ten connections; then each is used before any is

@@ -54,7 +54,7 @@ def test_a_client_sends_the_key(server: PlainServer, protocol: Protocol) -> None
     assert_counts(PROMPT, asyncio.run(generate()), 20)
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, "another"])
 @pytest.mark.parametrize("protocol", NAMES)
 def test_without_it_the_header_is_named(

@@ -57,7 +57,7 @@ def test_equals_the_reference(
     assert torch.equal(sample(*arguments), reference.sample(*arguments))
 
 
-@pytest.mark.fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_of_16_bits_count_as_in_float32(
     device: torch.device, generator: torch.Generator, dtype: torch.dtype

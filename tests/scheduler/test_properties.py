@@ -279,6 +279,7 @@ def test_a_crowd_in_a_pool_of_a_quarter(policy: CapacitySchedulerPolicy) -> None
         assert most_pauses > 1, "somebody is paused again and again"
 
 
+@pytest.mark.slow
 def test_a_crowd_with_long_prompts_that_begin_alike() -> None:
     """Victims hold what others count on, since whoever is urgent comes in between: what is free
     once they have gone must never be taken to be more than it is."""

@@ -153,6 +153,7 @@ def test_the_pool_is_a_share_of_what_the_device_has_left(folder: Path, fake: Fak
     assert usage.pinned == 2 * (4 * words + 8 * 16), "two buffers of words, two of tokens"
 
 
+@pytest.mark.slow
 @on_the_device
 def test_the_thread_that_runs_steps_has_run_products_before_a_request(
     folder: Path, device: str, monkeypatch: pytest.MonkeyPatch

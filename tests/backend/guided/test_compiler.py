@@ -412,6 +412,7 @@ def test_equal_guides_are_compiled_once_and_few_are_kept(monkeypatch: pytest.Mon
     assert compiled == ["a", "b", "c", "b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hangs", "crashes"])
 def test_a_compilation_that_hangs_or_crashes_ends_its_request_only(
     fault: str, monkeypatch: pytest.MonkeyPatch
@@ -503,6 +504,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowCompiler]:
     del held
 
 
+@pytest.mark.slow
 @pytest.mark.case(55)
 def test_a_bounded_number_waits(slow: SlowCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 20)

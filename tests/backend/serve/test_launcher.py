@@ -222,6 +222,7 @@ def test_a_log_that_grows_without_end_is_cut_while_the_server_writes_to_it(
     assert log.before(log_file).read_text().endswith("x" * 100_000 + "\n")
 
 
+@pytest.mark.slow
 @pytest.mark.case(126)
 def test_a_model_that_cannot_be_told_gets_its_time_and_its_server_is_asked_to_end(
     story: Story, capfd: pytest.CaptureFixture[str]

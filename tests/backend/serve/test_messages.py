@@ -80,7 +80,7 @@ def test_a_line_goes_where_it_should(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("ready\n", "stopping\n")
 
 
-@pytest.mark.fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unheard",
     ["the reader is gone", "the reader does not read", "the disk is full"],

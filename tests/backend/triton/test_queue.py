@@ -186,6 +186,7 @@ class Line:
 PRIORITIES = st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0])
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     policy=st.sampled_from(CapacitySchedulerPolicy),

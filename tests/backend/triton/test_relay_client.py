@@ -140,6 +140,7 @@ def test_a_client_that_leaves_has_its_request_stopped(
     assert ids_of(send_and_wait(relay, 3)) == [2, 3, 4]
 
 
+@pytest.mark.slow
 def test_the_llm_is_not_drained_before_the_client_was_told(
     relay: TritonPythonModel, llm: Server
 ) -> None:
@@ -302,6 +303,7 @@ def test_a_process_that_ends_amid_an_answer_is_an_error(relay: TritonPythonModel
     assert error.code == FakePbUtils.TritonError.INTERNAL
 
 
+@pytest.mark.slow
 def test_an_unload_delivers_the_streams_that_are_relayed(
     relay: TritonPythonModel, llm: Server
 ) -> None:

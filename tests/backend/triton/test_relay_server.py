@@ -253,6 +253,7 @@ def test_a_model_that_is_loaded_again_takes_over(make_server: MakeServer) -> Non
     assert (len(old.engine.batches), len(new.engine.batches)) == (3, 4)
 
 
+@pytest.mark.slow
 def test_no_request_is_lost_while_the_model_is_loaded_again(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

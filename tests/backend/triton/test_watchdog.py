@@ -88,6 +88,7 @@ def test_a_model_that_is_stuck_for_good_can_be_unloaded(make_server: MakeServer)
     gate.set()
 
 
+@pytest.mark.slow
 def test_slow_steps_and_idle_times_are_no_stall(make_server: MakeServer) -> None:
     stall = 2 * STALL  # beside it, what a busy machine may add to a step is little
     engine = CountingEngine(before_step=lambda batch: time.sleep(stall / 4))
@@ -138,6 +139,7 @@ def test_the_beat_goes_on_and_a_failing_action_does_not_end_it() -> None:
     assert not watchdog.is_stalled
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_and_goes_on_has_missed_nothing() -> None:
     """The watchdog stands still with those whom it watches, and looks before they have moved."""
     stall, progress, has_looked, stalls = 0.8, Progress(), threading.Event(), list[int]()
