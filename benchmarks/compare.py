@@ -74,7 +74,8 @@ def main() -> None:
     rows = []
     for path, both in found.items():
         before, now = (statistics.median(both[name]) for name in checkouts)
-        row = {"figure": path, "before": before, "now": now, "ratio": round(now / before, 3)}
+        row: dict[str, Any] = {"figure": path, "before": before, "now": now}
+        row["ratio"] = round(now / before, 3)
         rows.append(row)
         print("{figure}: {before:g} before, {now:g} now, ratio {ratio}".format(**row))
     ratio = statistics.median(row["ratio"] for row in rows)
