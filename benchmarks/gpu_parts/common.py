@@ -20,7 +20,7 @@ from inflight_backend.engine.config import resolve
 from inflight_backend.models.config import ModelConfig, RopeConfig
 from inflight_backend.models.layers import Parameter
 from inflight_backend.models.parameters import decoder_parameters
-from inflight_backend.models.weights import make_target
+from inflight_backend.models.weights import allocate, put_rows
 
 Row = dict[str, Any]
 _T = TypeVar("_T")
@@ -214,9 +214,8 @@ def random_parameters(
         drawn = torch.empty(spec.shape, dtype=dtype, device=device)
         drawn.normal_(1.0 if "norm" in spec.name else 0.0, 0.02, generator=generator)
         if is_fp8 and spec.is_linear:  # as a checkpoint is loaded
-            target = make_target(spec, dtype, str(device), is_fp8=True)
-            target.put(0, drawn)
-            parameters[spec.name] = target.parameter
+            parameters[spec.name] = allocate(spec, dtype, str(device), is_fp8=True)
+            put_rows(parameters[spec.name], 0, drawn)
         else:
             parameters[spec.name] = drawn
     return parameters

@@ -31,7 +31,7 @@ from gpu_parts.common import (
 )
 from gpu_parts.offline import DEFAULTS, engines
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.models.attention import CapturableBackend
+from inflight_backend.engine.step_buffer import StepSizes
 from inflight_scheduler import (
     BlockAssignment,
     ContextChunk,
@@ -115,7 +115,7 @@ def _precision(setting: Setting, quantization: str) -> Iterator[Row]:
             yield {**labels, **row}
     for batch_size in (2,) if setting.is_dry else _PROFILED:
         has_time = setting.is_dry or setting.seconds_left > _PROFILER_SECONDS
-        if has_time and isinstance(engine._attention, CapturableBackend):
+        if has_time and engine._attention.can_be_captured:
             for row in _parts(setting, engine, batch_size, context):
                 yield {**labels, **row}
 
@@ -156,7 +156,7 @@ def _recorded_and_eager(
 def without_mixed(engine: Engine) -> Iterator[None]:
     """Meanwhile ``engine`` replays no mixed step."""
     recordings = engine._graphs
-    engine._graphs = replace(recordings, mixed=None)
+    engine._graphs = replace(recordings, mixed=())
     try:
         yield
     finally:
@@ -282,7 +282,7 @@ def time_steps(
     setting: Setting, engine: Engine, batch: ScheduledBatch, context: int, num_steps: int
 ) -> StepTimes:
     """The three times of a step of generations alone, all from ``context`` on."""
-    runner, waited = engine._graphs.steps, 0.0
+    graph, waited = engine._graphs.find(batch), 0.0
 
     def timed(run: Callable[[], None]) -> float:
         engine.execute(_rewind(batch, context))
@@ -297,9 +297,11 @@ def time_steps(
     @torch.inference_mode()
     def replay() -> None:
         """The slots of ``batch`` lie where recordings read them: `timed` has just run its step."""
-        assert runner is not None
+        assert graph is not None
+        assert graph.replay_draw is not None
         for _ in range(num_steps):
-            runner.run(len(batch.generation_slots))
+            graph.replay()
+            graph.replay_draw()
 
     def one_by_one() -> None:
         nonlocal waited
@@ -309,7 +311,7 @@ def time_steps(
             pending.read()
             waited += time.perf_counter() - start
 
-    device = timed(replay) if runner is not None else None
+    device = timed(replay) if graph is not None else None
     overlapped, plain = timed(partial(_overlap, engine, batch, num_steps)), timed(one_by_one)
     return StepTimes(device, overlapped, plain, plain - waited / num_steps)
 
@@ -349,12 +351,12 @@ def _parts(setting: Setting, engine: Engine, batch_size: int, context: int) -> I
     engine.execute(_rewind(batch, context))
     engine.execute(batch)
     recorder = engine._graph_capturer
-    slots = engine._buffer.padded_slots[:batch_size]  # of ``batch``, which has just run
+    words = engine._buffer.run_words(StepSizes(batch_size))  # of ``batch``, which has just run
 
     @torch.inference_mode()
     def run() -> None:
         for _ in range(_NUM_PROFILED):
-            recorder.draw(slots, recorder.forward(slots, engine._attention))
+            recorder.draw(words, recorder.forward(words, engine._attention))
 
     run()
     setting.synchronize()

@@ -1,4 +1,4 @@
-"""The real engine, whatever decides and shares: one answer per prompt, token for token."""
+"""The real engine under every policy, with and without reuse: one answer per prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, reque
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_scheduler import CapacitySchedulerPolicy, ContextChunkingPolicy, TrtGptModelType
 
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
@@ -36,7 +35,6 @@ def run(
     reuse: bool = True,
     lengths: Sequence[int] = (NUM_NEW,) * len(PROMPTS),
     model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching,
-    attention_backend: str = "torch",
     **options: Any,
 ) -> Run:
     """All prompts (the first ``len(lengths)``) at once, in a pool that holds two or three."""
@@ -45,7 +43,6 @@ def run(
         max_batch_size=8,
         tokens_per_block=4,
         max_tokens_in_paged_kv_cache=80,
-        attention_backend=attention_backend,
     )
     params = TrtGptModelOptionalParams(
         max_batch_size=8, kv_cache_config=KvCacheConfig(enable_block_reuse=reuse), **options
@@ -107,27 +104,6 @@ def test_reuse_and_chunks_change_no_token(
         assert sum(each["Paused Requests"] for each in reused.stats) > 0
     else:
         assert computed(reused.stats) < sum(map(len, PROMPTS))
-
-
-@pytest.mark.slow
-def test_reuse_changes_no_token_with_the_kernels_and_the_loop_of_a_gpu(tmp_path: Path) -> None:
-    """The kernels run in Triton's interpreter where there is no GPU."""
-    folder = write_checkpoint(
-        tmp_path / "model", head_dim=16, intermediate_size=64, num_hidden_layers=1
-    )
-    off, on = (
-        run(
-            folder,
-            MAX_UTILIZATION,
-            reuse=reuse,
-            lengths=(3,) * 6,
-            attention_backend="triton",
-            overlap_scheduler=OverlapScheduler.ON,
-        )
-        for reuse in (False, True)
-    )
-    assert on.answers == off.answers
-    assert on.stats[-1]["Reused KV cache blocks"] > 0
 
 
 def test_without_reuse_everything_is_computed(folder: Path) -> None:

@@ -48,6 +48,19 @@ class Job:
         """True when all but the last token is cached."""
         return self.has_drawn and self.num_cached == len(self.tokens) - 1
 
+    def setup(self, slot: int) -> SlotSetup:
+        """What the engine is given of it at its first chunk in ``slot``."""
+        return SlotSetup(
+            slot,
+            1,
+            self.sampling,
+            self.end_id,
+            self.min_end_position,
+            len(self.prompt),
+            tuple(self.tokens) if self.sampling.looks_back else (),
+            self.outputs,
+        )
+
 
 class EngineDriver:
     """Owns slots and blocks of an engine; blocks are handed out in a shuffled order."""
@@ -71,62 +84,42 @@ class EngineDriver:
         Jobs with ``drafts`` (of all these) verify them, and get the tokens that count."""
         runs = [job for job in generations if drafts.get(job)]
         generations = [job for job in generations if job not in runs]
+        assert all(job.is_generating for job in (*runs, *generations))
         setups: list[SlotSetup] = []
         new_blocks: list[BlockAssignment] = []
         plan, takers = [], []
         for job, length in chunks.items():
             if job.slot is None:
                 job.slot = self.free_slots.pop()
-                setups.append(
-                    SlotSetup(
-                        job.slot,
-                        1,
-                        job.sampling,
-                        job.end_id,
-                        job.min_end_position,
-                        len(job.prompt),
-                        tuple(job.tokens) if job.sampling.looks_back else (),
-                        job.outputs,
-                    )
-                )
+                setups.append(job.setup(job.slot))
             end = job.num_cached + length if length else len(job.tokens)
-            plan.append(
-                ContextChunk(
-                    job.slot,
-                    job.num_cached,
-                    tuple(job.tokens[job.num_cached : end]),
-                    end == len(job.tokens),
-                    tuple(drafts.get(job, ())) if end == len(job.tokens) else (),
-                )
-            )
-            self._grow(job, end + len(plan[-1].drafts), new_blocks)
-            if end == len(job.tokens):
+            is_last = end == len(job.tokens)
+            text = tuple(job.tokens[job.num_cached : end])
+            guesses = tuple(drafts.get(job, ())) if is_last else ()
+            plan.append(ContextChunk(job.slot, job.num_cached, text, is_last, guesses))
+            self._grow(job, end + len(guesses), new_blocks)
+            if is_last:
                 takers.append(job)
+        slots = [self._grow(job, len(job.tokens), new_blocks) for job in generations]
+        verified = [
+            VerifiedSlot(slot, len(job.tokens) - 1, job.tokens[-1])
+            for slot, job in zip(slots, generations, strict=True)
+            if not job.is_verified
+        ]
+        draft_runs = []
         for job in runs:
-            assert job.is_generating
-            self._grow(job, len(job.tokens) + len(drafts[job]), new_blocks)
-        for job in generations:
-            assert job.is_generating
-            self._grow(job, len(job.tokens), new_blocks)
+            slot = self._grow(job, len(job.tokens) + len(drafts[job]), new_blocks)
+            start, token = len(job.tokens) - 1, job.tokens[-1]
+            draft_runs.append(ContextChunk(slot, start, (token,), True, tuple(drafts[job])))
         self.num_steps += 1
         batch = ScheduledBatch(
             self.num_steps,
             tuple(setups),
             tuple(new_blocks),
             tuple(plan),
-            tuple(job.slot for job in generations if job.slot is not None),
-            draft_runs=tuple(
-                ContextChunk(
-                    job.slot, len(job.tokens) - 1, (job.tokens[-1],), True, tuple(drafts[job])
-                )
-                for job in runs
-                if job.slot is not None
-            ),
-            verified=tuple(
-                VerifiedSlot(job.slot, len(job.tokens) - 1, job.tokens[-1])
-                for job in generations
-                if job.slot is not None and not job.is_verified
-            ),
+            tuple(slots),
+            draft_runs=tuple(draft_runs),
+            verified=tuple(verified),
         )
         tokens = self.engine.execute(batch)
         self._take([*takers, *runs, *generations], batch, tokens)
@@ -168,10 +161,12 @@ class EngineDriver:
             self.step(chunks, running)
         return [job.generated for job in jobs]
 
-    def _grow(self, job: Job, num_tokens: int, new_blocks: list[BlockAssignment]) -> None:
+    def _grow(self, job: Job, num_tokens: int, new_blocks: list[BlockAssignment]) -> int:
+        """Blocks for ``num_tokens`` tokens, which are cached then; returns the slot."""
         assert job.slot is not None
         while len(job.blocks) * self.engine.tokens_per_block < num_tokens:
             block = self.free_blocks.pop(0)
             new_blocks.append(BlockAssignment(job.slot, len(job.blocks), block))
             job.blocks.append(block)
         job.num_cached = num_tokens
+        return job.slot

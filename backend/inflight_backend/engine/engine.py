@@ -6,47 +6,34 @@ The host reads the drawn tokens at its very end and nothing else, so `Engine.sub
 followed by another one before the tokens of the first are looked at.
 
 Steps of generations alone, and mixed ones that fit a size, are replayed from recordings where that
-can be done (`graph_runner`, `mixed_runner`); all others, and everything on a CPU, run eagerly. Both
-draw the same tokens.
+can be done (`cuda_graphs`); all others, and everything on a CPU, run eagerly. Both draw the same
+tokens.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 from inflight_backend.engine.config import EngineConfig, resolve
-from inflight_backend.engine.cuda_graphs import (
-    Capture,
-    CudaCapture,
-    GraphCache,
-    GraphCapturer,
-    GraphRunner,
-)
+from inflight_backend.engine.cuda_graphs import Capture, CudaCapture, GraphCache, GraphCapturer
 from inflight_backend.engine.interface import EditSource, MaskSource, MemoryUsage, StepOutputs
-from inflight_backend.engine.memory_plan import max_words
+from inflight_backend.engine.memory_plan import (
+    CPU_DEFAULT_TOKENS,
+    GIB,
+    choose_num_blocks,
+    kv_bytes_per_token,
+    max_words,
+)
 from inflight_backend.engine.outputs import OutputRecorder, PendingTokens, TokenReader
-from inflight_backend.engine.sampler import (
-    MIN_P,
-    LogitsAdjustments,
-    LogitsRules,
-    edit_logits,
-    restrict,
-    send_masks,
-)
-from inflight_backend.engine.slot_table import (
-    BeamRows,
-    SamplingInputs,
-    SlotTable,
-    partly_filled_blocks,
-    sampling_slots_of,
-)
-from inflight_backend.engine.step_buffer import StepBuffer, StepWords
+from inflight_backend.engine.sampler import LogitsRules, Sampler
+from inflight_backend.engine.slot_table import SlotTable, partly_filled_blocks, sampling_slots_of
+from inflight_backend.engine.step_buffer import StepBuffer, StepSizes, StepWords
 from inflight_backend.engine.warmup import max_memory_batch, thread_warmup_batch, warm_up
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.log import get_logger
@@ -54,20 +41,15 @@ from inflight_backend.models.attention import AttentionBackend
 from inflight_backend.models.backends import make_cache, make_ops
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.decoder import Decoder, make_cos_sin
-from inflight_backend.models.kv_cache import (
-    CudaMemory,
-    DeviceMemory,
-    KvPool,
-    allocator_bytes,
-    choose_num_blocks,
-    resident_memory,
-)
+from inflight_backend.models.kv_cache import CudaMemory, DeviceMemory, KvPool, allocator_bytes
 from inflight_backend.models.layers import Parameter
 from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.weights import Checkpoint
-from inflight_scheduler import ScheduledBatch
+from inflight_scheduler import ContextChunk, ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
+
+_CPU_MEMORY_SHARE = 0.25
 
 _logger = get_logger(__name__)
 
@@ -89,48 +71,51 @@ class Engine:
         elsewhere. ``memory`` is what the KV pool shares with the largest step and the recordings:
         on CUDA that of the GPU, elsewhere nothing is measured.
         """
-        self.config = config
-        self.model_config = model_config
-        self._ops = make_ops(
+        self.config, self.model_config = config, model_config
+        self.vocab_size = model_config.vocab_size
+        self.tokens_per_block = config.tokens_per_block
+        self.max_seq_len = config.seq_len_limit
+        self.max_num_tokens = config.num_tokens_limit
+        self.max_beam_width = config.max_beam_width
+        self.is_asynchronous = config.device != "cpu"
+        self.supports_block_copies = True
+        # Tokens of a run come from another kernel than single ones.
+        self.supports_drafts = not config.deterministic_mode
+
+        ops = make_ops(
             config.attention_backend,
             config.quantization,
             is_deterministic=config.deterministic_mode,
         )
-        self._decoder = Decoder(model_config, parameters, self._ops)
-        self._adjustments = LogitsAdjustments(
-            config.num_slots,
-            model_config.vocab_size,
-            config.seq_len_limit,
-            config.device,
-            self._ops,
-        )
-        self._output_recorder = OutputRecorder(config.num_slots, config.device)
-        self._beams = BeamRows(config.num_slots, config.device)
-        self._outputs: StepOutputs | None = None
-        self._rules = LogitsRules()
+        self._decoder = Decoder(model_config, parameters, ops)
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
         self._cos_sin = cos_sin.to(config.device)
-        size = config.tokens_per_block
-        max_blocks = -(-config.seq_len_limit // size)
-        self._slots = SlotTable(config.num_slots, max_blocks, size, config.device)
+        max_blocks = -(-config.seq_len_limit // config.tokens_per_block)
+        self._slots = SlotTable(
+            config.num_slots, max_blocks, config.tokens_per_block, config.device
+        )
         words = max_words(config.num_slots, config.num_tokens_limit, max_blocks)
         self._buffer = StepBuffer(words, config.num_slots, config.device)
         self._reader = TokenReader(max(config.num_tokens_limit, config.num_slots), config.device)
+        self._output_recorder = OutputRecorder(config.num_slots, config.device)
+        self._sampler = Sampler(config, self._decoder, ops, self._slots, self._output_recorder)
+        self._process = psutil.Process()
+        self._outputs: StepOutputs | None = None
+        self._rules = LogitsRules()
         is_cuda = config.device == "cuda"
         self._graph_capturer = GraphCapturer(
             config,
             self._decoder,
             self._slots,
-            self._buffer.padded_slots,
-            self._draw,
+            self._buffer,
+            self._sampler.draw,
             (lambda: capture) if capture is not None else CudaCapture if is_cuda else None,
         )
         self._graphs = GraphCache()
         if memory is None and is_cuda:
             memory = CudaMemory()
-        self.free_bytes: int | None = None  # measured: what there is for the pool
-        num_blocks = self._count_blocks(memory)
-        self._pool, self._attention = self._make_cache(num_blocks)
+        self.num_blocks = self._count_blocks(memory)
+        self._pool, self._attention = self._make_cache(self.num_blocks)
         self._graphs = self._graph_capturer.record(self._attention)
 
     @classmethod
@@ -172,12 +157,12 @@ class Engine:
     def num_graphs(self) -> int:
         """Sizes of generation steps that are recorded and replayed, as CUDA graphs on a GPU; with 0
         every step runs eagerly."""
-        return self._graphs.num_steps
+        return len(self._graphs.generations)
 
     @property
     def num_mixed_graphs(self) -> int:
         """The same of mixed steps."""
-        return self._graphs.num_mixed
+        return len(self._graphs.mixed)
 
     @property
     def dtype_name(self) -> str:
@@ -186,52 +171,6 @@ class Engine:
         weights = "fp8" if config.quantization == "fp8" else config.dtype
         kv_cache = "fp8" if config.kv_cache_dtype == "fp8" else config.dtype
         return weights if weights == kv_cache else f"{weights} with {kv_cache} KV cache"
-
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks of the pool."""
-        return self._pool.num_blocks
-
-    @property
-    def tokens_per_block(self) -> int:
-        """Tokens of one block."""
-        return self.config.tokens_per_block
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return self.model_config.vocab_size
-
-    @property
-    def max_seq_len(self) -> int:
-        """Prompt plus new tokens of a request, at most."""
-        return self.config.seq_len_limit
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Tokens of one plan, at most."""
-        return self.config.num_tokens_limit
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """True where steps run on a device asynchronously."""
-        return self.config.device != "cpu"
-
-    @property
-    def max_beam_width(self) -> int:
-        """Rows that a request may have."""
-        return self.config.max_beam_width
-
-    @property
-    def supports_block_copies(self) -> bool:
-        """True: plans may ask for `BlockCopy`."""
-        return True
-
-    @property
-    def supports_drafts(self) -> bool:
-        """True if plans may have drafts: tokens of a run come from another kernel than single ones,
-        so not in the deterministic mode."""
-        return not self.config.deterministic_mode
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """The tokens that `ScheduledBatch` asks for, in its order.
@@ -272,39 +211,46 @@ class Engine:
         The next call may overwrite them.
         """
         rules, self._rules = self._rules, LogitsRules()
-        words = self._buffer.send(batch)
+        self._output_recorder.set_up(batch.setups)
+        observed = self._output_recorder.observed_chunks(batch)
+        graph = None if observed else self._graphs.find(batch)
+        words = self._buffer.send(batch, StepSizes.of(batch) if graph is None else graph.sizes)
         if batch.block_copies:
             self._pool.copy(words.copy_sources, words.copy_destinations)
         if self._attention.reads_past_the_end:
             self._pool.clean(partly_filled_blocks(batch, self.tokens_per_block))
         if batch.beam_moves:
-            self._move_beams(batch, words)
+            self._slots.move(batch, words)
+            self._sampler.move(words)
         self._slots.set_up(batch, words)
-        self._adjustments.set_up(batch.setups)
-        self._beams.set_up(batch.setups)
-        self._output_recorder.set_up(batch.setups)
+        self._sampler.set_up(batch.setups)
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
-        steps, mixed = self._graphs.steps, self._graphs.mixed
-        if steps is not None and not batch.runs:
-            return self._replay(steps, batch, words, rules)
-        observed = self._output_recorder.observed_chunks(batch.context_chunks)
-        if mixed is not None and not observed:
-            replayed = mixed.forward(batch)
-            if replayed is not None:
-                self._slots.book(batch)
-                sampling = self._slots.begin_sampling(batch, words)
-                return self._finish(replayed, sampling, sampling_slots_of(batch), rules)
-        step = self._slots.begin(batch, words)
-        attention = self._attention.begin(step.attention)
-        if observed:
-            hidden = self._decoder.forward(step.tokens, attention, None)
-            self._output_recorder.record_context_logits(observed, hidden, self._decoder.logits)
-            hidden = hidden[step.sample_rows]
+        self._slots.book(batch)
+        slots = sampling_slots_of(batch)
+        if graph is None:
+            hidden = self._forward(batch, words, observed)
         else:
-            hidden = self._decoder.forward(step.tokens, attention, step.sample_rows)
-        sampling = self._slots.begin_sampling(batch, words)
-        return self._finish(hidden, sampling, sampling_slots_of(batch), rules)
+            graph.replay()
+            hidden = graph.hidden[: len(slots)]
+            if graph.replay_draw is not None and not rules and self._sampler.is_plain(slots):
+                graph.replay_draw()
+                assert graph.tokens is not None
+                return graph.tokens[: len(slots)]
+        return self._sampler.sample(hidden, self._slots.begin_sampling(batch, words), slots, rules)
+
+    def _forward(
+        self, batch: ScheduledBatch, words: StepWords, observed: Sequence[tuple[int, ContextChunk]]
+    ) -> Tensor:
+        """The decoder, eagerly: hidden states of all that draw; logits of ``observed`` chunks are
+        recorded."""
+        step = self._slots.begin(words.runs, self._slots.host_lengths(batch))
+        attention = self._attention.begin(step.attention)
+        if not observed:
+            return self._decoder.forward(step.tokens, attention, step.sample_rows)
+        hidden = self._decoder.forward(step.tokens, attention, None)
+        self._output_recorder.record_context_logits(observed, hidden, self._decoder.logits)
+        return hidden[step.sample_rows]
 
     def prepare_thread(self) -> None:
         """First of all in the thread that runs the steps, if another one has loaded: on CUDA a step
@@ -319,22 +265,33 @@ class Engine:
         """Bytes in use now; cheap enough for every iteration."""
         gpu = allocator_bytes() if self.config.device == "cuda" else 0
         pinned = self._buffer.pinned_bytes + self._reader.pinned_bytes
-        pinned += self._graphs.pinned_bytes
-        return MemoryUsage(cpu=resident_memory(), gpu=gpu, pinned=pinned)
+        return MemoryUsage(cpu=self._process.memory_info().rss, gpu=gpu, pinned=pinned)
 
     def _count_blocks(self, memory: DeviceMemory | None) -> int:
-        """Blocks of the pool, by the rule of `kv_pool`."""
-        config, model = self.config, self.model_config
+        """Blocks of the pool, by the rule of `memory_plan`; a line in the log says if it is scarce.
+
+        On a CPU the memory bounds a pool of the default size only.
+        """
+        config = self.config
+        num_tokens, max_bytes = config.max_tokens_in_paged_kv_cache, None
         if memory is not None:
             kept_bytes = self._measure_step(memory)
-            self.free_bytes = memory.free_bytes() - kept_bytes
-        return choose_num_blocks(
-            2 * model.num_layers * model.kv_size * config.kv_dtype.itemsize,
-            config.tokens_per_block,
-            self.free_bytes,
-            config.max_tokens_in_paged_kv_cache,
-            config.kv_cache_free_gpu_mem_fraction,
+            free_bytes = memory.free_bytes() - kept_bytes
+            max_bytes = int(free_bytes * config.kv_cache_free_gpu_mem_fraction)
+        elif num_tokens is None:
+            num_tokens = CPU_DEFAULT_TOKENS
+            max_bytes = int(psutil.virtual_memory().available * _CPU_MEMORY_SHARE)
+        per_token, size = kv_bytes_per_token(config, self.model_config), config.tokens_per_block
+        num_blocks = choose_num_blocks(config, per_token, max_bytes)
+        num_wanted = num_blocks if num_tokens is None else num_tokens // size
+        (_logger.info if num_blocks == num_wanted else _logger.warning)(
+            "KV pool: %d blocks of %d tokens, %.2f GiB; %d blocks were planned for",
+            num_blocks,
+            size,
+            num_blocks * size * per_token / GIB,
+            num_wanted,
         )
+        return num_blocks
 
     def _make_cache(self, num_blocks: int) -> tuple[KvPool, AttentionBackend]:
         return make_cache(
@@ -368,105 +325,3 @@ class Engine:
         gibibytes = step_bytes / 2**30, recorded_bytes / 2**30
         _logger.info("the largest step takes %.2f GiB, recorded steps keep %.2f GiB", *gibibytes)
         return step_bytes + recorded_bytes
-
-    def _replay(
-        self,
-        runner: GraphRunner,
-        batch: ScheduledBatch,
-        words: StepWords,
-        rules: LogitsRules,
-    ) -> Tensor:
-        """A step of generations alone."""
-        self._slots.book(batch)
-        num_rows = len(batch.generation_slots)
-        slots = batch.generation_slots
-        is_plain = not (
-            self._adjustments.features(slots) or self._output_recorder.wants_samples(slots)
-        )
-        is_plain = is_plain and not self._beams.are_in(slots)
-        may_forbid_end = self._slots.may_forbid_end(slots)
-        if is_plain and not rules and not may_forbid_end:
-            return runner.run(num_rows)
-        hidden = runner.forward(num_rows)
-        sampling = self._slots.sampling(
-            words.generation_slots.long(), may_forbid_end=may_forbid_end
-        )
-        return self._finish(hidden, sampling, slots, rules)
-
-    def _finish(
-        self,
-        hidden: Tensor,
-        sampling: SamplingInputs,
-        slots: Sequence[int],
-        rules: LogitsRules,
-    ) -> Tensor:
-        """Draw for ``slots``; the tokens are where the next step of their slots finds them.
-
-        Logits take room for as many rows as there may be requests: with drafts there can be more
-        rows, which then draw part by part.
-        """
-        size = self.config.num_slots
-        if len(slots) <= size:
-            return self._finish_part(hidden, sampling, slots, rules)
-        parts = []
-        for rows, own_rules in rules.parts(len(slots), size):
-            part = sampling.part(rows.start, rows.stop)
-            parts.append(self._finish_part(hidden[rows], part, slots[rows], own_rules))
-        return torch.cat(parts)
-
-    def _finish_part(
-        self,
-        hidden: Tensor,
-        sampling: SamplingInputs,
-        slots: Sequence[int],
-        rules: LogitsRules,
-    ) -> Tensor:
-        features = self._adjustments.features(slots)
-        is_observed = self._output_recorder.wants_samples(slots)
-        has_beams = self._beams.are_in(slots)
-        if not (features or is_observed or rules or has_beams):
-            return self._draw(hidden, sampling)
-        logits = self._decoder.logits(hidden)
-        original = logits.clone() if is_observed else logits
-        edit_logits(logits, rules.edits)
-        self._adjustments.apply(logits, sampling, features, self._slots.longest(slots))
-        masks, has_min_p = send_masks(rules.masks, self.config.device), bool(features & MIN_P)
-        restrict(logits, sampling, masks, self._ops)
-        if has_beams:
-            self._beams.keep(slots, logits, sampling.temperature, self._output_recorder)
-            own = self._beams.without(sampling.slots, slots, self._slots.padding_slot)
-            sampling = replace(sampling, slots=own)
-        log_probs = None
-        if is_observed and self.config.normalize_log_probs:
-            filters = sampling.filters(has_min_p=has_min_p)
-            tokens, log_probs = self._ops.sample_with_log_probs(logits, *filters)
-        else:
-            tokens = self._choose(logits, sampling, has_min_p=has_min_p)
-        self._adjustments.record(sampling, tokens, features, self._slots.parameters)
-        if is_observed:
-            self._output_recorder.record_samples(slots, original, tokens, log_probs)
-        self._slots.store(sampling.slots, tokens)
-        return tokens
-
-    def _draw(self, hidden: Tensor, sampling: SamplingInputs) -> Tensor:
-        """The next token of every row of hidden [num_samples, hidden_size], without features."""
-        if len(hidden) == 0:
-            return torch.empty(0, dtype=torch.int64, device=hidden.device)
-        logits = self._decoder.plain_logits(hidden)
-        restrict(logits, sampling, None, self._ops)
-        tokens = self._choose(logits, sampling, has_min_p=False)
-        self._slots.store(sampling.slots, tokens)
-        return tokens
-
-    def _move_beams(self, batch: ScheduledBatch, words: StepWords) -> None:
-        """Rows of a beam search continue the text of others."""
-        self._slots.move(batch, words)
-        slots, parents = words.move_slots.long(), words.move_parents.long()
-        positions = self._slots.lengths(slots)
-        self._adjustments.move(slots, parents, words.move_tokens.long(), positions)
-
-    def _choose(self, logits: Tensor, sampling: SamplingInputs, *, has_min_p: bool) -> Tensor:
-        """A token for every row of logits [num_samples, vocab]."""
-        if sampling.is_all_greedy:
-            return self._ops.greedy(logits)
-        return self._ops.sample(logits, *sampling.filters(has_min_p=has_min_p))

@@ -30,18 +30,6 @@ EditSource = Callable[[], LogitsEdits]
 """Asked like a `MaskSource`, before anything is done to the logits of the step."""
 
 
-def masks_of_rows(masks: TokenMasks, rows: slice) -> TokenMasks:
-    """Those of ``masks`` that are for ``rows``, whose first one is row 0 then."""
-    chosen: TokenMasks = masks[(rows.start <= masks[:, 0]) & (masks[:, 0] < rows.stop)]
-    chosen[:, 0] -= rows.start
-    return chosen
-
-
-def edits_of_rows(edits: LogitsEdits, rows: slice) -> LogitsEdits:
-    """Those of ``edits`` that are for ``rows``, whose first one is row 0 then."""
-    return [(row - rows.start, edit) for row, edit in edits if rows.start <= row < rows.stop]
-
-
 @dataclass(frozen=True, slots=True)
 class ContextLogits:
     """Logits [n, vocab] of the tokens at ``start`` and after of a request's text."""

@@ -1,7 +1,10 @@
 """How the memory of a device is divided, from `config.json` and the weight headers alone: no torch.
 
-The rule of the KV pool is that of `inflight_backend.models.kv_cache`; a test holds the two together
-and the server compares them when it starts.
+Tokens in the KV pool: ``max_tokens_in_paged_kv_cache`` if given. On a GPU also what
+``kv_cache_free_gpu_mem_fraction`` of the memory holds that loading, the largest step and captured
+graphs leave; the smaller wins. An engine measures what they leave, a plan adds it up. On a CPU,
+without a setting, the smaller of 65,536 tokens and (for an engine) a quarter of the available
+memory.
 
 The shapes of the slot tensors are here so that a plan can count them; their owners take the shapes
 from here. With 256 slots, a vocabulary of 128,256 and texts of 8,192 tokens the logits adjustments
@@ -12,31 +15,17 @@ must not find the memory gone. On a CPU they are allocated when the first reques
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from inflight_backend.engine.model_limits import (
-    HEAD_DIM_STEP,
-    MAX_HEAD_DIM,
-    check_fp8_linears,
-    check_rows,
-    choose_num_tokens,
-    choose_seq_len,
-    has_attention_kernels,
-)
+from inflight_backend.engine.config import DTYPE_TO_BYTES, EngineConfig, resolve_on_device
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.log import get_logger
 from inflight_backend.models.checkpoint_files import read_weight_headers
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.parameters import check_weights, decoder_parameters
 from inflight_scheduler import MAX_STOP_TOKEN_IDS
 from inflight_scheduler.sampling import SETTINGS
-
-if TYPE_CHECKING:
-    from inflight_backend.engine import Engine
-
 
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 """Name -> shape and bytes of one number."""
@@ -86,7 +75,7 @@ def max_words(num_slots: int, max_num_tokens: int, max_blocks_per_slot: int) -> 
     block, its whole block table assigned (slots may share blocks, so there can be more assignments
     than blocks), every token prompt, and the slots of generations, which always take their room."""
     words_per_slot = NUM_COLUMNS + 17 + 3 * max_blocks_per_slot
-    return num_slots * words_per_slot + 4 * max_num_tokens + 1  # a draft draws, too
+    return num_slots * words_per_slot + 6 * max_num_tokens + 1  # a draft draws, too
 
 
 def num_bytes(shapes: Shapes) -> int:
@@ -94,58 +83,50 @@ def num_bytes(shapes: Shapes) -> int:
     return sum(prod(shape) * size for shape, size in shapes.values())
 
 
-def reserved_bytes(
-    num_slots: int,
-    vocab_size: int,
-    max_seq_len: int,
-    max_num_tokens: int,
-    tokens_per_block: int,
-    *,
-    has_adjustments: bool,
-) -> int:
-    """Everything above; without the adjustments where they are made on demand."""
-    max_blocks = -(-max_seq_len // tokens_per_block)
+def reserved_bytes(config: EngineConfig, vocab_size: int) -> int:
+    """Everything above, for a resolved configuration."""
+    num_slots, max_seq_len = config.num_slots, config.seq_len_limit
+    max_blocks = -(-max_seq_len // config.tokens_per_block)
     taken = num_bytes(slot_table_shapes(num_slots, max_blocks))
-    taken += 4 * max_words(num_slots, max_num_tokens, max_blocks)
-    if has_adjustments:
+    taken += 4 * max_words(num_slots, config.num_tokens_limit, max_blocks)
+    if config.device != "cpu":
         taken += num_bytes(adjustment_shapes(num_slots, vocab_size, max_seq_len))
     return taken
 
 
-_logger = get_logger(__name__)
+def kv_bytes_per_token(config: EngineConfig, model: ModelConfig) -> int:
+    """Keys and values of one token in all layers, for a resolved configuration."""
+    size = 1 if config.kv_cache_dtype == "fp8" else DTYPE_TO_BYTES[config.dtype]
+    return 2 * model.num_layers * model.kv_size * size
+
+
+def choose_num_blocks(config: EngineConfig, bytes_per_token: int, max_bytes: int | None) -> int:
+    """Blocks of a pool that may take ``max_bytes`` (None: any number), by the rule above;
+    `ConfigurationError` if not even one fits."""
+    limits = []
+    if config.max_tokens_in_paged_kv_cache is not None:
+        limits.append(config.max_tokens_in_paged_kv_cache)
+    elif config.device == "cpu":
+        limits.append(CPU_DEFAULT_TOKENS)
+    if max_bytes is not None:
+        limits.append(max(max_bytes, 0) // bytes_per_token)
+    num_blocks = min(limits) // config.tokens_per_block
+    if num_blocks < 1:
+        raise ConfigurationError(
+            f"the KV pool has room for {min(limits)} tokens and a block takes "
+            f"{config.tokens_per_block}: not even one block fits; raise "
+            "max_tokens_in_paged_kv_cache or lower tokens_per_block"
+        )
+    return num_blocks
+
 
 GIB = 2**30
 DEFAULT_RESERVE = GIB // 2
 """Assumed for what no checkpoint tells: the CUDA context, workspaces, what is recorded."""
 
-_DTYPE_TO_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_CPU_DEFAULT_TOKENS = 65_536
+CPU_DEFAULT_TOKENS = 65_536
 _ROPE_BYTES = 4
 _SCALE_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSettings:
-    """What is planned for. ``gpu_memory`` is what is free before the server starts; None: a CPU.
-
-    ``free_bytes`` in its place is what a server has measured with everything loaded: then nothing
-    is assumed. ``max_tokens`` and ``fraction`` are the parameters max_tokens_in_paged_kv_cache and
-    kv_cache_free_gpu_mem_fraction, the others those of their names.
-    """
-
-    gpu_memory: int | None = None
-    dtype: str = "auto"
-    quantization: str = "none"
-    kv_cache_dtype: str = "auto"
-    tokens_per_block: int = 32
-    max_tokens: int | None = None
-    fraction: float = 0.9
-    max_batch_size: int = 256
-    max_beam_width: int = 1
-    max_num_tokens: int | None = None
-    max_seq_len: int | None = None
-    reserve: int = DEFAULT_RESERVE
-    free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +134,7 @@ class MemoryPlan:
     """All sizes in bytes. ``free_bytes`` is left of the GPU after loading, None on a CPU.
 
     ``table_bytes`` are the table of the rotary embedding, ``slot_bytes`` are kept for the slots
-    beside the pool (`engine.slot_memory`), ``step_bytes`` are what a step of ``max_num_tokens``
+    beside the pool, ``step_bytes`` are what a step of ``max_num_tokens``
     takes on a GPU while it runs.
     """
 
@@ -208,49 +189,52 @@ class Concurrency:
     staggered: int
 
 
-def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
-    """Plan the memory of a checkpoint.
+def make_plan(
+    folder: Path,
+    config: EngineConfig | None = None,
+    *,
+    gpu_memory: int | None = None,
+    reserve: int = DEFAULT_RESERVE,
+) -> MemoryPlan:
+    """Plan the memory of a checkpoint on a GPU with ``gpu_memory`` free before the server starts,
+    of which ``reserve`` goes to what no checkpoint tells; None: on a CPU.
 
     `CheckpointError` if it cannot be read or its tensors are not the model's, `ConfigurationError`
-    if requests may be longer than the checkpoint allows, or the weights or not even one block fit.
+    for what a server would refuse, or if the weights or not even one block fit.
     """
-    settings = settings or PlanSettings()
+    config = replace(config or EngineConfig(), device="cpu" if gpu_memory is None else "cuda")
+    if config.kv_cache_dtype == "fp8" and gpu_memory is None:
+        raise ConfigurationError("kv_cache_dtype fp8 needs a GPU: give --gpu-memory, or use auto")
     model = ModelConfig.from_folder(folder)
+    config = resolve_on_device(config, model, has_triton=True)
     headers = read_weight_headers(folder)
-    check_weights(model, headers, str(folder))
-    dtype = _resolve_dtype(settings, model)
-    max_seq_len = choose_seq_len(settings.max_seq_len, model)
-    max_num_tokens = choose_num_tokens(settings.max_num_tokens, max_seq_len, may_chunk=True)
-    num_parameters = sum(prod(spec.shape) for spec in decoder_parameters(model))
-    weight_bytes = _weight_bytes(model, dtype, _is_fp8("quantization", settings))
-    table_bytes = max_seq_len * model.head_dim * _ROPE_BYTES
-    slot_bytes = reserved_bytes(
-        settings.max_batch_size * settings.max_beam_width,
-        model.vocab_size,
-        max_seq_len,
-        max_num_tokens,
-        settings.tokens_per_block,
-        has_adjustments=settings.gpu_memory is not None,
-    )
-    num_rows = min(settings.max_batch_size * settings.max_beam_width, max_num_tokens)
-    step_bytes = _step_bytes(model, max_num_tokens, num_rows, _DTYPE_TO_BYTES[dtype])
-    free_bytes = settings.free_bytes
-    if settings.gpu_memory is not None:
-        taken = weight_bytes + table_bytes + slot_bytes + step_bytes
-        free_bytes = settings.gpu_memory - taken - settings.reserve
-    kv_bytes = 1 if _is_fp8("kv_cache_dtype", settings) else _DTYPE_TO_BYTES[dtype]
-    per_token = 2 * model.num_layers * model.kv_size * kv_bytes
+    check_weights(model, headers)
+    weight_bytes = _weight_bytes(model, config)
+    table_bytes = config.seq_len_limit * model.head_dim * _ROPE_BYTES
+    slot_bytes = reserved_bytes(config, model.vocab_size)
+    num_rows = min(config.num_slots, config.num_tokens_limit)
+    step_bytes = _step_bytes(model, config.num_tokens_limit, num_rows, DTYPE_TO_BYTES[config.dtype])
+    free_bytes = max_bytes = None
+    if gpu_memory is not None:
+        free_bytes = gpu_memory - weight_bytes - table_bytes - slot_bytes - step_bytes - reserve
+        max_bytes = int(free_bytes * config.kv_cache_free_gpu_mem_fraction)
+        if free_bytes <= 0:
+            raise ConfigurationError(
+                "the weights and the largest step do not fit: "
+                f"{-free_bytes / GIB:.1f} GiB of GPU memory are missing"
+            )
+    per_token = kv_bytes_per_token(config, model)
     return MemoryPlan(
         architecture=model.architecture,
-        dtype=dtype,
-        quantization=settings.quantization,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        max_seq_len=max_seq_len,
-        max_num_tokens=max_num_tokens,
-        tokens_per_block=settings.tokens_per_block,
-        max_batch_size=settings.max_batch_size,
-        max_beam_width=settings.max_beam_width,
-        num_parameters=num_parameters,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        max_seq_len=config.seq_len_limit,
+        max_num_tokens=config.num_tokens_limit,
+        tokens_per_block=config.tokens_per_block,
+        max_batch_size=config.max_batch_size,
+        max_beam_width=config.max_beam_width,
+        num_parameters=sum(prod(spec.shape) for spec in decoder_parameters(model)),
         file_bytes=sum(header.num_bytes for header in headers.values()),
         weight_bytes=weight_bytes,
         table_bytes=table_bytes,
@@ -258,72 +242,8 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
         step_bytes=step_bytes,
         free_bytes=free_bytes,
         kv_bytes_per_token=per_token,
-        num_blocks=_count_blocks(settings, free_bytes, per_token),
+        num_blocks=choose_num_blocks(config, per_token, max_bytes),
     )
-
-
-def check_limits(model: ModelConfig, settings: PlanSettings) -> None:
-    """`ConfigurationError` where a server with these settings refuses FP8, or so many rows, if it
-    chooses its attention backend itself."""
-    if settings.gpu_memory is not None and has_attention_kernels(model):
-        check_rows(settings.max_batch_size * settings.max_beam_width)
-    if _is_fp8("kv_cache_dtype", settings):
-        if settings.gpu_memory is None:
-            raise ConfigurationError(
-                "kv_cache_dtype fp8 needs a GPU: give --gpu-memory, or use auto"
-            )
-        if not has_attention_kernels(model):
-            raise ConfigurationError(
-                f"kv_cache_dtype fp8 needs a head_dim that is a multiple of {HEAD_DIM_STEP} up to "
-                f"{MAX_HEAD_DIM}; the checkpoint's is {model.head_dim}; use auto"
-            )
-    if _is_fp8("quantization", settings) and settings.gpu_memory is not None:
-        check_fp8_linears(model, _resolve_dtype(settings, model))
-
-
-def check_pool(folder: Path, engine: Engine) -> bool:
-    """Compare the pool of a loaded engine with its plan, and log both; False if memory is scarce.
-
-    An `AssertionError` if they differ: what ``inflight plan`` says would be wrong. On a GPU the
-    plan starts from the bytes that the engine has measured; how many tokens and blocks that makes
-    is worked out twice. On a CPU without ``max_tokens_in_paged_kv_cache`` the pool may be smaller,
-    since a quarter of the available memory is its bound.
-    """
-    config = engine.config
-    max_tokens = config.max_tokens_in_paged_kv_cache
-    plan = make_plan(
-        folder,
-        PlanSettings(
-            dtype=config.dtype,
-            quantization=config.quantization,
-            kv_cache_dtype=config.kv_cache_dtype,
-            tokens_per_block=config.tokens_per_block,
-            max_tokens=max_tokens,
-            fraction=config.kv_cache_free_gpu_mem_fraction,
-            max_batch_size=config.max_batch_size,
-            max_beam_width=config.max_beam_width,
-            max_num_tokens=config.max_num_tokens,
-            max_seq_len=config.max_seq_len,
-            free_bytes=engine.free_bytes,
-        ),
-    )
-    has_bound = max_tokens is not None or engine.free_bytes is not None
-    may_be_less = engine.num_blocks < plan.num_blocks and not has_bound
-    assert engine.num_blocks == plan.num_blocks or may_be_less, (
-        f"the KV pool has {engine.num_blocks} blocks and the plan says {plan.num_blocks}"
-    )
-    num_wanted = plan.num_blocks
-    if max_tokens is not None:
-        num_wanted = max_tokens // config.tokens_per_block
-    is_whole = engine.num_blocks == num_wanted
-    (_logger.info if is_whole else _logger.warning)(
-        "KV pool: %d blocks of %d tokens, %.2f GiB; %d blocks were planned for",
-        engine.num_blocks,
-        engine.tokens_per_block,
-        engine.num_blocks * plan.block_bytes / GIB,
-        num_wanted,
-    )
-    return is_whole
 
 
 def concurrency(plan: MemoryPlan, prompt_len: int, max_new_tokens: int) -> Concurrency:
@@ -357,23 +277,14 @@ def usual_shapes(max_seq_len: int) -> list[tuple[int, int]]:
     return [(length - max(length // 5, 1), max(length // 5, 1)) for length in lengths]
 
 
-def _resolve_dtype(settings: PlanSettings, model: ModelConfig) -> str:
-    dtype = settings.dtype
-    if dtype == "auto":
-        return "float32" if settings.gpu_memory is None else model.dtype
-    if dtype not in _DTYPE_TO_BYTES:
-        raise ConfigurationError(f"dtype must be one of auto, {', '.join(_DTYPE_TO_BYTES)}")
-    return dtype
-
-
-def _weight_bytes(model: ModelConfig, dtype: str, is_fp8: bool) -> int:
+def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of the parameters; in FP8 the linears' take one each, and a scale for each row."""
     num_bytes = 0
     for spec in decoder_parameters(model):
-        if is_fp8 and spec.is_linear:
+        if config.quantization == "fp8" and spec.is_linear:
             num_bytes += prod(spec.shape) + spec.shape[0] * _SCALE_BYTES
         else:
-            num_bytes += prod(spec.shape) * _DTYPE_TO_BYTES[dtype]
+            num_bytes += prod(spec.shape) * DTYPE_TO_BYTES[config.dtype]
     return num_bytes
 
 
@@ -383,31 +294,3 @@ def _step_bytes(model: ModelConfig, num_tokens: int, num_rows: int, size: int) -
     product); and logits as they come and in float32. A test measures the first."""
     activations = num_tokens * 3 * (model.hidden_size + model.intermediate_size) * size
     return activations + num_rows * model.vocab_size * (size + 4)
-
-
-def _is_fp8(name: str, settings: PlanSettings) -> bool:
-    value, other = getattr(settings, name), getattr(PlanSettings(), name)
-    if value not in ("fp8", other):
-        raise ConfigurationError(f"{name} must be {other} or fp8, not {value!r}")
-    return bool(value == "fp8")
-
-
-def _count_blocks(settings: PlanSettings, free_bytes: int | None, per_token: int) -> int:
-    """Blocks of the pool: the smaller of the setting and what the GPU has room for."""
-    limits = [] if settings.max_tokens is None else [settings.max_tokens]
-    if free_bytes is not None:
-        if free_bytes <= 0:
-            raise ConfigurationError(
-                "the weights and the largest step do not fit: "
-                f"{-free_bytes / GIB:.1f} GiB of GPU memory are missing"
-            )
-        limits.append(int(free_bytes * settings.fraction) // per_token)
-    elif settings.max_tokens is None:
-        limits.append(_CPU_DEFAULT_TOKENS)
-    num_blocks = min(limits) // settings.tokens_per_block
-    if num_blocks < 1:
-        raise ConfigurationError(
-            f"the KV pool has room for {min(limits)} tokens and a block takes "
-            f"{settings.tokens_per_block}: not even one block fits"
-        )
-    return num_blocks

@@ -7,17 +7,17 @@ and not waited for: those of a step have arrived when its tokens have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from inflight_backend.engine.interface import ContextLogits, StepOutputs, as_array
 from inflight_backend.engine.step_buffer import new_event, to_device
-from inflight_scheduler import ContextChunk, SlotSetup
+from inflight_scheduler import ContextChunk, ScheduledBatch, SlotSetup
 
 _DEPTH = 2  # steps whose tokens may be on their way at once
 
@@ -84,8 +84,6 @@ def _return_at_once() -> None:
     """On a CPU a step has run when it returns."""
 
 
-_Value = TypeVar("_Value")
-
 _ROWS_AT_ONCE = 256  # of a prompt: 128 MiB of logits with a vocabulary of 128 K
 
 
@@ -93,9 +91,9 @@ _ROWS_AT_ONCE = 256  # of a prompt: 128 MiB of logits with a vocabulary of 128 K
 class PendingOutputs:
     """Host tensors of a step that may still run; `read` when its tokens have been read."""
 
-    log_probs: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    ranks: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    logits: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    rows: list[tuple[str, list[int], Tensor]] = field(default_factory=list)
+    """A field of `StepOutputs`, request ids and for each what it is in turn."""
+
     tops: list[tuple[list[tuple[int, int]], Tensor, Tensor]] = field(default_factory=list)
     contexts: list[tuple[int, int, Tensor]] = field(default_factory=list)
     candidates: list[tuple[list[int], list[int], Tensor, Tensor]] = field(default_factory=list)
@@ -103,22 +101,23 @@ class PendingOutputs:
     def read(self) -> StepOutputs:
         """The same as numbers; NaN stands for a row whose logits are not finite."""
         outputs = StepOutputs()
-        _add(outputs.log_probs, self.log_probs, Tensor.tolist)
-        _add(outputs.ranks, self.ranks, Tensor.tolist)
-        _add(outputs.generation_logits, self.logits, as_array)
-        for wanted, tokens, values in self.tops:
-            found = zip(wanted, tokens.tolist(), values.tolist(), strict=True)
-            for (request_id, num), likeliest, log_probs in found:
-                top = (likeliest[:num], log_probs[:num])
+        for name, ids, rows in self.rows:
+            values = rows.tolist() if rows.dim() == 1 else as_array(rows)
+            for request_id, value in zip(ids, values, strict=True):
+                getattr(outputs, name).setdefault(request_id, []).append(value)
+        for wanted, tokens, log_probs in self.tops:
+            found = zip(wanted, tokens.tolist(), log_probs.tolist(), strict=True)
+            for (request_id, num), likeliest, of_them in found:
+                top = (likeliest[:num], of_them[:num])
                 outputs.top_log_probs.setdefault(request_id, []).append(top)
         outputs.context_logits += [
             ContextLogits(request_id, start, as_array(rows))
             for request_id, start, rows in self.contexts
         ]
         for slots, numbers, tokens, log_probs in self.candidates:
-            told = zip(slots, numbers, tokens.tolist(), log_probs.tolist(), strict=True)
-            for slot, number, ids, values in told:
-                outputs.candidates[slot] = list(zip(ids[:number], values, strict=False))
+            given = zip(slots, numbers, tokens.tolist(), log_probs.tolist(), strict=True)
+            for slot, number, likeliest, of_them in given:
+                outputs.candidates[slot] = list(zip(likeliest[:number], of_them, strict=False))
         return outputs
 
 
@@ -133,12 +132,8 @@ class OutputRecorder:
         self._wants_logits = np.zeros(num_slots, dtype=np.bool_)
         self._num_top = np.zeros(num_slots, dtype=np.int32)
         self._wants_context = np.zeros(num_slots, dtype=np.bool_)
-        self._draw_flags = (
-            self._wants_log_probs,
-            self._wants_ranks,
-            self._wants_logits,
-            self._num_top,
-        )
+        draws = (self._wants_log_probs, self._wants_ranks, self._wants_logits, self._num_top)
+        self._draw_flags = draws
         self._is_used = False
         self._pending: PendingOutputs | None = None
 
@@ -165,12 +160,12 @@ class OutputRecorder:
         rows = list(slots)
         return any(bool(flag[rows].any()) for flag in self._draw_flags)
 
-    def observed_chunks(self, chunks: Sequence[ContextChunk]) -> list[tuple[int, ContextChunk]]:
+    def observed_chunks(self, batch: ScheduledBatch) -> list[tuple[int, ContextChunk]]:
         """The chunks whose logits are wanted, each with its first row in the packed tokens."""
         if not self._is_used:
             return []
-        found, first = [], 0
-        for chunk in chunks:
+        found, first = [], len(batch.generation_slots)
+        for chunk in batch.context_chunks:
             if self._wants_context[chunk.slot]:
                 found.append((first, chunk))
             first += chunk.num_tokens
@@ -181,32 +176,34 @@ class OutputRecorder:
     ) -> None:
         """Keep what was drawn: the model's logits [N, vocab] float32, tokens [N] int64.
 
-        ``log_probs`` [N] are told in place of those that follow from the logits.
+        ``log_probs`` [N] take the place of those that follow from the logits.
         """
-        pending = self._open()
-        rows = [row for row, slot in enumerate(slots) if self._wants_log_probs[slot]]
-        if rows:
+        if rows := self._rows(slots, self._wants_log_probs):
             index = self.index(rows, len(slots))
-            values = log_probs[index] if log_probs is not None else None
-            if values is None:
+            if log_probs is None:
                 chosen = logits[index]
                 values = _of_tokens(chosen, tokens[index]) - chosen.logsumexp(dim=-1)
-            pending.log_probs.append((self._ids(slots, rows), self._to_host(values)))
-        rows = [row for row, slot in enumerate(slots) if self._wants_ranks[slot]]
-        if rows:
+            else:
+                values = log_probs[index]
+            self._keep("log_probs", slots, rows, values)
+        if rows := self._rows(slots, self._wants_ranks):
             index = self.index(rows, len(slots))
-            ranks = _ranks(logits[index], tokens[index])
-            pending.ranks.append((self._ids(slots, rows), self._to_host(ranks)))
-        rows = [row for row, slot in enumerate(slots) if self._num_top[slot]]
-        if rows:
+            self._keep("ranks", slots, rows, _ranks(logits[index], tokens[index]))
+        if rows := self._rows(slots, self._num_top):
             self._keep_top(slots, rows, logits[self.index(rows, len(slots))])
-        rows = [row for row, slot in enumerate(slots) if self._wants_logits[slot]]
-        if rows:
+        if rows := self._rows(slots, self._wants_logits):
             chosen = logits[self.index(rows, len(slots))]
-            pending.logits.append((self._ids(slots, rows), self._to_host(chosen)))
+            self._keep("generation_logits", slots, rows, chosen)
+
+    def _rows(self, slots: Sequence[int], wants: npt.NDArray[np.generic]) -> list[int]:
+        """The rows of ``slots`` that want something."""
+        return [row for row, slot in enumerate(slots) if wants[slot]]
+
+    def _keep(self, name: str, slots: Sequence[int], rows: Sequence[int], values: Tensor) -> None:
+        self._open().rows.append((name, self._ids(slots, rows), self._to_host(values)))
 
     def _keep_top(self, slots: Sequence[int], rows: Sequence[int], logits: Tensor) -> None:
-        """The likeliest tokens of rows of logits [R, vocab], as many as the one who wants most."""
+        """The likeliest tokens of rows of logits [R, vocab], as many as the most that one wants."""
         nums = [int(self._num_top[slots[row]]) for row in rows]
         best = logits.topk(min(max(nums), logits.shape[1]))
         values = best.values - logits.logsumexp(dim=-1, keepdim=True)
@@ -232,8 +229,8 @@ class OutputRecorder:
         self, slots: list[int], numbers: list[int], tokens: Tensor, log_probs: Tensor
     ) -> None:
         """Keep the most likely tokens [N, K] of ``slots``, so many of each as ``numbers`` says."""
-        told = (slots, numbers, self._to_host(tokens), self._to_host(log_probs))
-        self._open().candidates.append(told)
+        kept = (slots, numbers, self._to_host(tokens), self._to_host(log_probs))
+        self._open().candidates.append(kept)
 
     def take(self) -> PendingOutputs | None:
         """The outputs of the step submitted last; None if no request asked for any."""
@@ -260,17 +257,6 @@ class OutputRecorder:
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         return host
-
-
-def _add(
-    found: dict[int, list[_Value]],
-    kept: Sequence[tuple[list[int], Tensor]],
-    read: Callable[[Tensor], Iterable[_Value]],
-) -> None:
-    """To what was ``found`` of each request, the row that was ``kept`` of it."""
-    for ids, rows in kept:
-        for request_id, value in zip(ids, read(rows), strict=True):
-            found.setdefault(request_id, []).append(value)
 
 
 def _of_tokens(logits: Tensor, tokens: Tensor) -> Tensor:

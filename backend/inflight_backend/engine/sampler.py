@@ -1,19 +1,24 @@
-"""What is done to logits beyond temperature, top-k, top-p and min-p, before and around sampling.
+"""From hidden states to tokens: the logits, what requests want done to them, and the draw.
 
-A slot has *features*, one bit each; the features of a step are those of all rows that sample in it.
-A step without any costs one look at a flag here and nothing on the device. A step with some always
-samples eagerly (its decoder may still be a captured graph), so the tables need no fixed shape or
-content when graphs are captured.
+Beyond temperature, top-k, top-p and min-p a slot has *features*, one bit each; the features of a
+step are those of all rows that sample in it. A step without any costs one look at a flag here and
+nothing on the device. A step with some always samples eagerly (its decoder may still be a captured
+graph), so the tables need no fixed shape or content when graphs are captured.
 
 All state follows from the text: the setup of a slot brings the text so far (so a pause, a cached
 prefix or a chunk changes nothing) and every sampled token is added on the device. Nothing here
 waits for the device.
+
+A row of a beam search samples nothing. The engine sends the most likely next tokens with their log
+probabilities: log softmax of the logits divided by the temperature, after everything else that the
+request wants done to them. The host decides which of them are followed (`BeamSearch`), and
+`BeamMove` brings that back with the next plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -22,16 +27,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight_backend.engine.interface import (
-    EditSource,
-    MaskSource,
-    TokenMasks,
-    edits_of_rows,
-    masks_of_rows,
-)
+from inflight_backend.engine.config import EngineConfig
+from inflight_backend.engine.interface import EditSource, LogitsEdits, MaskSource, TokenMasks
 from inflight_backend.engine.memory_plan import COLUMNS, adjustment_shapes
-from inflight_backend.engine.slot_table import SamplingInputs
-from inflight_backend.engine.step_buffer import to_device
+from inflight_backend.engine.outputs import OutputRecorder
+from inflight_backend.engine.slot_table import SamplingInputs, SlotTable
+from inflight_backend.engine.step_buffer import StepWords, to_device
+from inflight_backend.models.decoder import Decoder
 from inflight_backend.models.ops import Ops
 from inflight_kernels.reference import COUNT_UNIT
 from inflight_scheduler import SamplingParams, SlotSetup
@@ -104,13 +106,13 @@ class LogitsAdjustments:
             self._ops.adjust_logits(
                 logits,
                 slots,
-                sampling.temperature.contiguous(),
+                sampling.floats("temperature").contiguous(),
                 self._tables["bias"] if features & BIAS else None,
                 self._tables["counts"] if features & PENALTIES else None,
                 rows.view(torch.float32)[:, first : first + 3].contiguous(),
             )
         if features & NGRAMS:
-            sizes = rows[:, COLUMNS["no_repeat_ngram_size"]].contiguous()
+            sizes = sampling.integers("no_repeat_ngram_size").contiguous()
             self._ops.ban_repeated_ngrams(
                 logits, slots, sampling.positions, sizes, self._tables["history"], max_length
             )
@@ -126,7 +128,7 @@ class LogitsAdjustments:
                 logits, row_of_slot, sampling.positions, words, lengths, owners, history
             )
         if features & ENDS:
-            self._forbid_ends(logits, sampling)
+            forbid_ends(logits, self._tables["ends"][slots].long(), sampling)
 
     def record(
         self, sampling: SamplingInputs, tokens: Tensor, features: int, parameters: Tensor
@@ -142,11 +144,10 @@ class LogitsAdjustments:
             places = sampling.positions.clamp(max=history.shape[1] - 1)
             history[slots, places] = tokens.int()
         if features & DECAY:
-            floats = sampling.rows.view(torch.float32)
-            decayed = floats[:, COLUMNS["top_p"]] * floats[:, COLUMNS["top_p_decay"]]
-            decayed = torch.maximum(decayed, floats[:, COLUMNS["top_p_min"]])
-            is_reset = tokens == sampling.rows[:, COLUMNS["top_p_reset_id"]]
-            top_p = torch.where(is_reset, floats[:, COLUMNS["initial_top_p"]], decayed)
+            decayed = sampling.floats("top_p") * sampling.floats("top_p_decay")
+            decayed = torch.maximum(decayed, sampling.floats("top_p_min"))
+            is_reset = tokens == sampling.integers("top_p_reset_id")
+            top_p = torch.where(is_reset, sampling.floats("initial_top_p"), decayed)
             parameters.view(torch.float32)[slots, COLUMNS["top_p"]] = top_p
 
     def move(self, slots: Tensor, parents: Tensor, tokens: Tensor, positions: Tensor) -> None:
@@ -202,15 +203,6 @@ class LogitsAdjustments:
         row = np.full(table.shape[1], ids[0] if ids else -1, dtype=np.int32)
         row[: len(ids)] = ids
         table[setup.slot] = self._send(row)
-
-    def _forbid_ends(self, logits: Tensor, sampling: SamplingInputs) -> None:
-        """Put -inf at ``stop_token_ids`` of rows whose next token comes before their minimum; the
-        end id itself is looked after by `drawing.restrict`."""
-        ends = self._tables["ends"][sampling.slots].long()  # [N, MAX_STOP_TOKEN_IDS]
-        is_early = (sampling.positions < sampling.min_end_positions)[:, None]
-        places = ends.clamp(min=0)
-        kept = logits.gather(1, places)  # an id that comes twice gets the same value twice
-        logits.scatter_(1, places, kept.masked_fill(is_early & (ends >= 0), -torch.inf))
 
     def _send_bias(self, bias: tuple[tuple[int, float], ...]) -> _Columns:
         """The ids and values of ``bias``, which may have one for each token of the vocabulary."""
@@ -298,42 +290,204 @@ class LogitsRules:
             yield (
                 rows,
                 LogitsRules(
-                    None if edits is None else partial(edits_of_rows, edits, rows),
-                    None if masks is None else partial(masks_of_rows, masks, rows),
+                    None if edits is None else partial(_edits_of_rows, edits, rows),
+                    None if masks is None else partial(_masks_of_rows, masks, rows),
                 ),
             )
 
 
-def edit_logits(logits: Tensor, source: EditSource | None) -> None:
-    """Let the host's edits change rows of logits [N, vocab]."""
-    if source is None:
-        return
-    stream = torch.cuda.current_stream().cuda_stream if logits.is_cuda else None
-    for row, edit in source():
-        edit(logits[row].view(1, 1, -1), stream)
+def _masks_of_rows(masks: TokenMasks, rows: slice) -> TokenMasks:
+    """Those of ``masks`` that are for ``rows``, whose first one is row 0 then."""
+    chosen: TokenMasks = masks[(rows.start <= masks[:, 0]) & (masks[:, 0] < rows.stop)]
+    chosen[:, 0] -= rows.start
+    return chosen
 
 
-def send_masks(source: MaskSource | None, device: str) -> Tensor | None:
-    """The masks of ``source`` on their way to the device."""
-    if source is None:
-        return None
-    masks: TokenMasks = source()
-    return to_device(torch.from_numpy(masks), device)
+def _edits_of_rows(edits: LogitsEdits, rows: slice) -> LogitsEdits:
+    """Those of ``edits`` that are for ``rows``, whose first one is row 0 then."""
+    return [(row - rows.start, edit) for row, edit in edits if rows.start <= row < rows.stop]
 
 
-def restrict(logits: Tensor, sampling: SamplingInputs, masks: Tensor | None, ops: Ops) -> None:
-    """Put -inf at what the rows of logits [N, vocab] may not draw now, in place."""
-    if sampling.may_forbid_end:
-        _forbid_end(logits, sampling)
-    if masks is not None:
-        ops.mask_logits(logits, masks)  # last: a token they force is drawn
+def forbid_ends(logits: Tensor, ids: Tensor, sampling: SamplingInputs) -> None:
+    """Put -inf at ``ids`` [N, K] of rows of logits [N, vocab] whose next token comes before their
+    minimum, in place; an id that is none of the vocabulary stands for nothing."""
+    places = ids.clamp(0, logits.shape[1] - 1)
+    is_early = (sampling.positions < sampling.integers("min_end_position"))[:, None]
+    kept = logits.gather(1, places)  # an id that comes twice gets the same value twice
+    logits.scatter_(1, places, kept.masked_fill(is_early & (places == ids), -torch.inf))
 
 
-def _forbid_end(logits: Tensor, sampling: SamplingInputs) -> None:
-    """Put -inf at the end id of rows whose next token comes before their minimum, in place."""
-    end_ids = sampling.end_ids.long()
-    is_forbidden = (end_ids >= 0) & (end_ids < logits.shape[1])
-    is_forbidden &= sampling.positions < sampling.min_end_positions
-    columns = end_ids.clamp(0, logits.shape[1] - 1)[:, None]
-    kept = logits.gather(1, columns)
-    logits.scatter_(1, columns, kept.masked_fill(is_forbidden[:, None], -torch.inf))
+class BeamRows:
+    """Knows which slots search, and how many candidates each wants."""
+
+    def __init__(self, num_slots: int, device: str) -> None:
+        self._device = device
+        self._num_candidates = np.zeros(num_slots, dtype=np.int64)
+        self._is_used = False
+
+    def set_up(self, setups: Sequence[SlotSetup]) -> None:
+        """Take over the setups of a plan."""
+        for setup in setups:
+            self._num_candidates[setup.slot] = setup.num_candidates
+        if setups:
+            self._is_used = bool(self._num_candidates.any())
+
+    def are_in(self, slots: Sequence[int]) -> bool:
+        """Whether any of ``slots`` searches."""
+        return self._is_used and bool(self._num_candidates[list(slots)].any())
+
+    def keep(
+        self, slots: Sequence[int], logits: Tensor, temperature: Tensor, observer: OutputRecorder
+    ) -> None:
+        """Send the candidates of the rows of ``slots`` that search.
+
+        logits [N, vocab] float32 and temperature [N], of all rows; 0 counts as 1, since there is no
+        draw it could make greedy.
+        """
+        rows = [row for row, slot in enumerate(slots) if self._num_candidates[slot]]
+        numbers = [int(self._num_candidates[slots[row]]) for row in rows]
+        index = observer.index(rows, len(slots))
+        scale = temperature[index]
+        chosen = logits[index] / torch.where(scale > 0, scale, 1.0)[:, None]
+        log_probs = torch.log_softmax(chosen, dim=-1)
+        values, tokens = log_probs.topk(min(max(numbers), logits.shape[1]), dim=-1)
+        observer.record_candidates([slots[row] for row in rows], numbers, tokens, values)
+
+    def without(self, sampling_slots: Tensor, slots: Sequence[int], padding_slot: int) -> Tensor:
+        """``sampling_slots`` [N] with the padding slot for rows that search: what was drawn there
+        is unused."""
+        searches = to_device(torch.from_numpy(self._num_candidates[list(slots)] > 0), self._device)
+        return torch.where(searches, padding_slot, sampling_slots)
+
+
+class Sampler:
+    """Owner of all that sampling needs to know of the slots beside their table."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        ops: Ops,
+        slots: SlotTable,
+        recorder: OutputRecorder,
+    ) -> None:
+        self._num_rows, self._device = config.num_slots, config.device
+        self._normalizes_log_probs = config.normalize_log_probs
+        self._decoder, self._ops, self._slots, self._recorder = decoder, ops, slots, recorder
+        vocab_size = decoder.config.vocab_size
+        self._adjustments = LogitsAdjustments(
+            config.num_slots, vocab_size, config.seq_len_limit, config.device, ops
+        )
+        self._beams = BeamRows(config.num_slots, config.device)
+
+    def set_up(self, setups: Sequence[SlotSetup]) -> None:
+        """Take over the setups of a plan."""
+        self._adjustments.set_up(setups)
+        self._beams.set_up(setups)
+
+    def move(self, words: StepWords) -> None:
+        """Rows of a beam search continue the text of others; comes after `SlotTable.move`."""
+        slots, parents = words.move_slots.long(), words.move_parents.long()
+        positions = self._slots.lengths(slots)
+        self._adjustments.move(slots, parents, words.move_tokens.long(), positions)
+
+    def is_plain(self, slots: Sequence[int]) -> bool:
+        """Whether `draw` is all that ``slots`` need, and no end may have to wait."""
+        return not (
+            self._adjustments.features(slots)
+            or self._recorder.wants_samples(slots)
+            or self._beams.are_in(slots)
+            or self._slots.may_forbid_end(slots)
+        )
+
+    def sample(
+        self,
+        hidden: Tensor,
+        sampling: SamplingInputs,
+        slots: Sequence[int],
+        rules: LogitsRules,
+    ) -> Tensor:
+        """The next token [num_samples] int64 of every row of hidden [num_samples, hidden_size],
+        which are those of ``slots``; the tokens are where the next step of their slots finds them.
+
+        Logits take room for as many rows as there may be requests: with drafts there can be more
+        rows, which then draw part by part.
+        """
+        size = self._num_rows
+        if len(slots) <= size:
+            return self._sample_part(hidden, sampling, slots, rules)
+        parts = []
+        for rows, own_rules in rules.parts(len(slots), size):
+            part = sampling.part(rows)
+            parts.append(self._sample_part(hidden[rows], part, slots[rows], own_rules))
+        return torch.cat(parts)
+
+    def _sample_part(
+        self,
+        hidden: Tensor,
+        sampling: SamplingInputs,
+        slots: Sequence[int],
+        rules: LogitsRules,
+    ) -> Tensor:
+        features = self._adjustments.features(slots)
+        is_observed = self._recorder.wants_samples(slots)
+        has_beams = self._beams.are_in(slots)
+        if not (features or is_observed or rules or has_beams):
+            return self.draw(hidden, sampling)
+        logits = self._decoder.logits(hidden)
+        original = logits.clone() if is_observed else logits
+        self._edit(logits, rules.edits)
+        self._adjustments.apply(logits, sampling, features, self._slots.longest(slots))
+        self._restrict(logits, sampling, rules.masks)
+        if has_beams:
+            temperature = sampling.floats("temperature")
+            self._beams.keep(slots, logits, temperature, self._recorder)
+            own = self._beams.without(sampling.slots, slots, self._slots.padding_slot)
+            sampling = replace(sampling, slots=own)
+        log_probs, has_min_p = None, bool(features & MIN_P)
+        if is_observed and self._normalizes_log_probs:
+            filters = sampling.filters(has_min_p=has_min_p)
+            tokens, log_probs = self._ops.sample_with_log_probs(logits, *filters)
+        else:
+            tokens = self._choose(logits, sampling, has_min_p=has_min_p)
+        self._adjustments.record(sampling, tokens, features, self._slots.parameters)
+        if is_observed:
+            self._recorder.record_samples(slots, original, tokens, log_probs)
+        self._slots.store(sampling.slots, tokens)
+        return tokens
+
+    def draw(self, hidden: Tensor, sampling: SamplingInputs) -> Tensor:
+        """`sample` for slots without features."""
+        if len(hidden) == 0:
+            return torch.empty(0, dtype=torch.int64, device=hidden.device)
+        logits = self._decoder.plain_logits(hidden)
+        self._restrict(logits, sampling, None)
+        tokens = self._choose(logits, sampling, has_min_p=False)
+        self._slots.store(sampling.slots, tokens)
+        return tokens
+
+    def _edit(self, logits: Tensor, source: EditSource | None) -> None:
+        """Let the host's edits change rows of logits [N, vocab]."""
+        if source is None:
+            return
+        stream = torch.cuda.current_stream().cuda_stream if logits.is_cuda else None
+        for row, edit in source():
+            edit(logits[row].view(1, 1, -1), stream)
+
+    def _restrict(
+        self, logits: Tensor, sampling: SamplingInputs, source: MaskSource | None
+    ) -> None:
+        """Put -inf at what the rows of logits [N, vocab] may not draw now, in place."""
+        masks = None
+        if source is not None:
+            masks = to_device(torch.from_numpy(source()), self._device)
+        if sampling.may_forbid_end:
+            forbid_ends(logits, sampling.integers("end_id").long()[:, None], sampling)
+        if masks is not None:
+            self._ops.mask_logits(logits, masks)  # last: a token they force is drawn
+
+    def _choose(self, logits: Tensor, sampling: SamplingInputs, *, has_min_p: bool) -> Tensor:
+        """A token for every row of logits [num_samples, vocab]."""
+        if sampling.is_all_greedy:
+            return self._ops.greedy(logits)
+        return self._ops.sample(logits, *sampling.filters(has_min_p=has_min_p))

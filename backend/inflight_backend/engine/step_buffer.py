@@ -1,8 +1,12 @@
 """One packed copy per step: the whole plan as int32 words, in one piece to the device.
 
 Floats travel as their bits and seeds as two words. The buffers have fixed addresses and the size
-of the largest plan. The slots of generations stand at the head, padded with the padding slot, so
-that a captured graph finds them there in every step.
+of the largest plan. What the decoder reads stands at the head, in sections whose sizes alone
+(`StepSizes`) say where each lies: so a captured graph finds them there in every step of its sizes.
+First come the slots of generations, padded with the padding slot. The tokens of a step with chunks
+are packed as generations, then chunks, then padding, without gaps; so one size says what its
+products cost, however many of its tokens generate. A step of generations alone needs no words of
+them: the device knows their tokens and positions. Behind the head lies what changes beside it.
 
 On a GPU there are two page-locked host buffers: one is filled while the copy of the other may still
 be under way. On a CPU host and device side are the same memory.
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import attrgetter
 
 import numpy as np
@@ -81,16 +86,69 @@ _NO_WORDS: _Words = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class StepWords:
-    """The words of a plan on the device, int32, in sections; chunks are all runs of the plan.
+class StepSizes:
+    """How much of each a step has, or a recording has room for; chunks are all runs of a plan: of
+    contexts, and of drafts to verify. Without chunks the tokens and draws are not counted."""
 
-    ``generation_slots`` are the first words of the buffer. ``sample_rows`` are the packed rows of
-    all that draw a token, ``sample_slots`` their slots: last chunks (the last token and drafts),
-    then generations. ``sample_lags`` says how many tokens of its run follow each of those rows; it
-    is empty if none does.
+    num_generations: int
+    num_tokens: int = 0
+    num_chunks: int = 0
+    num_draws: int = 0
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch) -> StepSizes:
+        """What the step of ``batch`` needs."""
+        num_generations = len(batch.generation_slots)
+        if not batch.runs:
+            return cls(num_generations)
+        return cls(num_generations, batch.num_tokens, len(batch.runs), batch.num_drawn)
+
+    def hold(self, other: StepSizes) -> bool:
+        """Whether a step of other sizes fits."""
+        return (
+            other.num_tokens <= self.num_tokens
+            and other.num_chunks <= self.num_chunks
+            and other.num_generations <= self.num_generations
+            and other.num_draws <= self.num_draws
+        )
+
+    @property
+    def sections(self) -> list[int]:
+        """Words of the fields of `RunWords` after the first."""
+        tokens, chunks = self.num_tokens, self.num_chunks
+        return [tokens, tokens, tokens, chunks, chunks, chunks + 1, self.num_draws]
+
+
+@dataclass(frozen=True, slots=True)
+class RunWords:
+    """What the decoder reads of a plan, on the device, int32.
+
+    ``tokens`` are -1 for generations, whose position is not given either. ``token_slots`` say whose
+    each token is; padding chunks are the padding slot's and have no tokens, behind all others.
+    ``query_starts`` begins with the number of generations. ``sample_rows`` are the packed rows of
+    all that draw a token, in plan order (last chunks: their last token and drafts; then
+    generations), then any.
     """
 
-    generation_slots: Tensor  # [num_generations]
+    generation_slots: Tensor  # [num_generations], the first words of the buffer
+    tokens: Tensor  # [num_tokens]
+    token_slots: Tensor
+    positions: Tensor
+    chunk_slots: Tensor  # [num_chunks]
+    chunk_ends: Tensor
+    query_starts: Tensor  # [num_chunks + 1]
+    sample_rows: Tensor  # [num_draws]
+
+
+@dataclass(frozen=True, slots=True)
+class StepWords:
+    """The words of a plan on the device, int32, in sections.
+
+    ``sample_slots`` are the slots of `RunWords.sample_rows`. ``sample_lags`` says how many tokens
+    of its run follow each of those rows; it is empty if none does.
+    """
+
+    runs: RunWords
     setup_slots: Tensor  # [num_setups]
     setup_rows: Tensor  # [num_setups, NUM_COLUMNS]
     block_slots: Tensor  # [num_new_blocks]
@@ -102,13 +160,7 @@ class StepWords:
     move_parents: Tensor
     move_tokens: Tensor
     move_blocks: Tensor
-    tokens: Tensor  # [num_context_tokens]
-    chunk_slots: Tensor  # [num_chunks]
-    chunk_starts: Tensor
-    chunk_ends: Tensor
-    query_starts: Tensor  # [num_chunks + 1]
-    sample_rows: Tensor  # [num_samples]
-    sample_slots: Tensor
+    sample_slots: Tensor  # [num_samples]
     sample_lags: Tensor  # [num_samples] or [0]
     verified_slots: Tensor  # [num_verified]
     verified_lengths: Tensor
@@ -128,75 +180,101 @@ class StepBuffer:
         """Page-locked host memory."""
         return self._buffer.pinned_bytes
 
-    @property
-    def padded_slots(self) -> Tensor:
-        """The head of the device side, [num_slots] int32: slots of generations, then padding."""
-        return self._buffer.device[: self._num_slots]
+    def run_words(self, sizes: StepSizes) -> RunWords:
+        """Where the decoder finds the words of every step of ``sizes``."""
+        end = self._num_slots + sum(sizes.sections)
+        views = torch.split(self._buffer.device[self._num_slots : end], sizes.sections)
+        return RunWords(self._buffer.device[: sizes.num_generations], *views)
 
-    def send(self, batch: ScheduledBatch) -> StepWords:
-        """Pack ``batch`` and start its copy; the views are valid until the next call."""
+    def send(self, batch: ScheduledBatch, sizes: StepSizes) -> StepWords:
+        """Pack ``batch``, which fits ``sizes``, and start its copy; the views are valid until the
+        next call. Without anything to run all of ``sizes`` is padding."""
         sections = _sections(batch)
-        num_generations = len(batch.generation_slots)
-        sizes = [len(section) for section in sections]
-        total = self._num_slots + sum(sizes)
+        num_generations, num_slots = len(batch.generation_slots), self._num_slots
+        lengths = sizes.sections
+        end = num_slots + sum(lengths)
+        changes = [len(section) for section in sections]
+        total = end + sum(changes)
         assert total <= len(self._buffer), f"plan of {total} words, room for {len(self._buffer)}"
         words = self._buffer.open()
         words[:num_generations] = batch.generation_slots
-        words[num_generations : self._num_slots] = self._num_slots
-        np.concatenate(sections, out=words[self._num_slots : total])
+        words[num_generations:num_slots] = num_slots
+        if sizes.num_tokens:
+            starts = accumulate(lengths, initial=num_slots)
+            views = [
+                words[start : start + size] for start, size in zip(starts, lengths, strict=False)
+            ]
+            _pack_runs(views, batch, num_slots)
+        np.concatenate(sections, out=words[end:total])
         self._buffer.send(total)
         device = self._buffer.device
-        views = list(torch.split(device[self._num_slots : total], sizes))
-        views[1] = views[1].view(-1, NUM_COLUMNS)
-        return StepWords(device[:num_generations], *views)
+        parts = torch.split(device[num_slots:total], [*lengths, *changes])
+        first, rest = len(lengths), list(parts[len(lengths) :])
+        rest[1] = rest[1].view(-1, NUM_COLUMNS)
+        runs = RunWords(device[: sizes.num_generations], *parts[:first])
+        return StepWords(runs, *rest)
+
+
+def _pack_runs(sections: Sequence[_Words], batch: ScheduledBatch, padding_slot: int) -> None:
+    """Fill the fields of `RunWords` after the first."""
+    tokens, slots, positions, chunk_slots, chunk_ends, query_starts, rows = sections
+    chunks = batch.runs
+    num_chunks, num_generations = len(chunks), len(batch.generation_slots)
+    lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
+    own_starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+    own_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
+    query_starts[0] = num_generations
+    query_starts[1 : num_chunks + 1] = num_generations + lengths.cumsum(dtype=np.int32)
+    end = int(query_starts[num_chunks])
+    query_starts[num_chunks + 1 :] = end
+    chunk_slots[:num_chunks], chunk_ends[:num_chunks] = own_slots, own_starts + lengths
+    chunk_slots[num_chunks:], chunk_ends[num_chunks:] = padding_slot, 0
+
+    tokens[:num_generations], tokens[end:], positions[end:] = -1, 0, 0
+    slots[:num_generations], slots[end:] = batch.generation_slots, padding_slot
+    if chunks:
+        texts = [np.array(chunk.tokens + chunk.drafts, dtype=np.int32) for chunk in chunks]
+        np.concatenate(texts, out=tokens[num_generations:end])
+    slots[num_generations:end] = np.repeat(own_slots, lengths)
+    first_positions = own_starts - query_starts[:num_chunks]  # of the batch's first token
+    positions[num_generations:end] = np.arange(num_generations, end, dtype=np.int32)
+    positions[num_generations:end] += np.repeat(first_positions, lengths)
+
+    num_drawn = np.array([chunk.num_drawn for chunk in chunks], dtype=np.int32)
+    of_chunks = np.repeat(query_starts[1 : num_chunks + 1] - 1, num_drawn) - _count_lags(num_drawn)
+    end = len(of_chunks) + num_generations
+    rows[: len(of_chunks)], rows[len(of_chunks) : end] = of_chunks, np.arange(num_generations)
+    rows[end:] = 0
 
 
 def _sections(batch: ScheduledBatch) -> list[_Words]:
     """The fields of `StepWords` after the first, in order, as flat arrays."""
-    chunks, verified = batch.runs, batch.verified
-    lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
-    starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
-    query_starts = np.concatenate((np.zeros(1, dtype=np.int32), lengths.cumsum(dtype=np.int32)))
+    chunks = batch.runs
     slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
     num_drawn = np.array([chunk.num_drawn for chunk in chunks], dtype=np.int32)
-    lags = count_lags(num_drawn)
+    lags = _count_lags(num_drawn)
     generation_slots = np.array(batch.generation_slots, dtype=np.int32)
-    first_generation = int(query_starts[-1])
-    generation_rows = np.arange(
-        first_generation, first_generation + len(generation_slots), dtype=np.int32
-    )
-    new_blocks = batch.new_blocks
-    tokens = [np.array(chunk.tokens + chunk.drafts, dtype=np.int32) for chunk in chunks]
     return [
         np.array([setup.slot for setup in batch.setups], dtype=np.int32),
         _setup_rows(batch.setups).reshape(-1),
-        np.array([block.slot for block in new_blocks], dtype=np.int32),
-        np.array([block.index for block in new_blocks], dtype=np.int32),
-        np.array([block.block_id for block in new_blocks], dtype=np.int32),
-        np.array([copy.source for copy in batch.block_copies], dtype=np.int32),
-        np.array([copy.destination for copy in batch.block_copies], dtype=np.int32),
-        *_move_columns(batch),
-        np.concatenate(tokens) if tokens else _NO_WORDS,
-        slots,
-        starts,
-        starts + lengths,
-        query_starts,
-        np.concatenate((np.repeat(query_starts[1:] - 1, num_drawn) - lags, generation_rows)),
+        *_fields(batch.new_blocks, "slot", "index", "block_id"),
+        *_fields(batch.block_copies, "source", "destination"),
+        *_fields(batch.beam_moves, "slot", "parent", "token", "own_block"),
         np.concatenate((np.repeat(slots, num_drawn), generation_slots)),
         np.concatenate((lags, np.zeros_like(generation_slots))) if lags.any() else _NO_WORDS,
-        np.array([each.slot for each in verified], dtype=np.int32),
-        np.array([each.num_cached for each in verified], dtype=np.int32),
-        np.array([each.token for each in verified], dtype=np.int32),
+        *_fields(batch.verified, "slot", "num_cached", "token"),
     ]
 
 
-def _move_columns(batch: ScheduledBatch) -> list[_Words]:
-    """Slot, parent, token and block of every move."""
-    moves = [(move.slot, move.parent, move.token, move.own_block) for move in batch.beam_moves]
-    return list(np.array(moves, dtype=np.int32).reshape(-1, 4).T)
+def _fields(items: Sequence[object], *names: str) -> list[_Words]:
+    """An array of each of these fields of ``items``."""
+    if not items:
+        return [_NO_WORDS] * len(names)
+    rows = [*map(attrgetter(*names), items)]
+    return list(np.array(rows, dtype=np.int32).T)
 
 
-def count_lags(num_drawn: _Words) -> _Words:
+def _count_lags(num_drawn: _Words) -> _Words:
     """For runs that draw so many tokens: how many drafts follow each row that draws."""
     ends = num_drawn.cumsum(dtype=np.int32)
     rows = np.arange(ends[-1] if len(ends) else 0, dtype=np.int32)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from inflight_backend.engine.config import EngineConfig
-from inflight_backend.engine.interface import MaskSource, TokenMasks
+from inflight_backend.engine.interface import TokenMasks
 from inflight_scheduler import (
     BlockAssignment,
     BlockCopy,
@@ -25,6 +25,9 @@ from inflight_scheduler import (
     SlotSetup,
     VerifiedSlot,
 )
+
+if TYPE_CHECKING:
+    from inflight_backend.engine import Engine
 
 
 def max_memory_batch(config: EngineConfig) -> ScheduledBatch:
@@ -64,25 +67,7 @@ _KINDS = (
 _PLAIN = SamplingParams(top_k=2, top_p=0.9)
 
 
-class WarmupEngine(Protocol):
-    """What runs them; `Engine` is one."""
-
-    @property
-    def config(self) -> EngineConfig:
-        """With the sizes that loading has chosen."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-
-    def enqueue(self, batch: ScheduledBatch) -> object:
-        """Start a step; its results are not read."""
-
-    def mask_next(self, masks: MaskSource) -> None:
-        """What the rows of the step behind may draw."""
-
-
-def warm_up(engine: WarmupEngine, largest: ScheduledBatch) -> None:
+def warm_up(engine: Engine, largest: ScheduledBatch) -> None:
     """The small ones, then ``largest``, which also resets the slots that those have used.
 
     Its logits are changed, by a mask, for they are float32 then: that way needs the most room.

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inflight_backend.engine.interface import PendingStep, StepEngine, StepOutputs
-from inflight_backend.engine.memory_plan import check_pool
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.logits_processors import LogitsHooks
 from inflight_backend.manager.output_gatherer import OutputGatherer
@@ -155,9 +154,7 @@ def load_engine(
         "kv_cache_dtype": kv_cache.dtype,
     }
     config = EngineConfig(**(same_fields(EngineConfig, params) | changes))
-    engine = _on_new_thread(lambda: Engine.load(Path(model), config, on_progress))
-    check_pool(Path(model), engine)
-    return engine
+    return _on_new_thread(lambda: Engine.load(Path(model), config, on_progress))
 
 
 def _on_new_thread(load: Callable[[], _Loaded]) -> _Loaded:

@@ -8,7 +8,7 @@ object that runs one layer after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,44 +33,25 @@ class HostLengths:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """The sequences of a step: context chunks first, then one token of each generation.
+    """The sequences of a step: generations, whose tokens are the first, one each; then chunks.
 
     On the device: ``block_tables`` [num_sequences, max_blocks] int32, ``context_lengths``
-    [num_sequences] int32 (cached plus the tokens of this step), ``query_starts``
-    [num_context_sequences + 1] int32, ``positions`` and ``slot_mapping`` [num_tokens] int64. A
-    padding row has context length 0 and slot -1. The two lengths also lie on the host, so that no
-    backend has to wait for the device to learn them; a step that is being captured has none
-    (``host`` is None), since its lengths differ from replay to replay.
+    [num_sequences] int32 (cached plus the tokens of this step), ``query_starts`` [num_chunks + 1]
+    int32 (chunk ``c`` has the tokens from ``query_starts[c]`` to ``query_starts[c + 1]``),
+    ``positions`` and ``slot_mapping`` [num_tokens] int64. Padding has context length 0 and slot -1.
+
+    The two lengths also lie on the host, so that no backend has to wait for the device to learn
+    them; a step that is being captured has none (``host`` is None), since its lengths differ from
+    replay to replay.
     """
 
-    num_context_sequences: int
-    num_context_tokens: int
+    num_generations: int
     block_tables: Tensor
     context_lengths: Tensor
     query_starts: Tensor
     positions: Tensor
     slot_mapping: Tensor
     host: HostLengths | None
-
-
-@dataclass(frozen=True, slots=True)
-class MixedAttention:
-    """The sequences of a mixed step of fixed sizes (`mixed_step`), all on the device.
-
-    Generations are the first tokens, one each: ``generation_tables`` [num_generations, max_blocks]
-    int32 and ``generation_lengths`` [num_generations] int32, cached plus the token of this step, 0
-    where there is none. Chunk ``c`` has the tokens ``query_starts[c] .. query_starts[c + 1]``
-    (int32), ``chunk_tables`` [num_chunks, max_blocks] and ``chunk_lengths`` [num_chunks] int32.
-    ``positions`` and ``slot_mapping`` [num_tokens] int64 are as in `AttentionInputs`.
-    """
-
-    generation_tables: Tensor
-    generation_lengths: Tensor
-    chunk_tables: Tensor
-    chunk_lengths: Tensor
-    query_starts: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
 
 
 class AttentionStep(Protocol):
@@ -87,28 +68,20 @@ class AttentionBackend(Protocol):
     reads_past_the_end: bool
     """True if stale slots of a block are read with weight 0, where a NaN would still count."""
 
+    can_be_captured: bool
+    """True if steps need no `HostLengths`, so that a graph can hold them."""
+
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
         """Prepare what all layers of the step share."""
-
-
-@runtime_checkable
-class CapturableBackend(AttentionBackend, Protocol):
-    """One whose steps a graph can hold: those of generations alone, and mixed ones of fixed sizes,
-    need no `HostLengths`."""
-
-    def begin_mixed(self, inputs: MixedAttention) -> AttentionStep:
-        """`begin` for a mixed step of fixed sizes."""
 
 
 class TorchAttention:
     """The reference in plain torch: the CPU's path, and an oracle on a GPU."""
 
     reads_past_the_end = True
+    can_be_captured = False
 
-    def __init__(
-        self, pool: KvPool, model: ModelConfig, cos_sin: Tensor, *, is_deterministic: bool
-    ) -> None:
-        assert not is_deterministic, "resolve() chooses another backend, or refuses"
+    def __init__(self, pool: KvPool, model: ModelConfig, cos_sin: Tensor) -> None:
         self._pool = pool
         self._cos_sin = cos_sin
         self._eps = model.rms_norm_eps

@@ -8,20 +8,21 @@ Links: a file may be a link inside the folder, and, as hub caches lay out a snap
 other link that leaves the folder is refused, so a checkpoint cannot make the server read foreign
 files, nor tell clients what is in them.
 
-Weights are safetensors, never a pickle: 8 bytes with the length of the header (little endian), the
-header as JSON (tensor name -> dtype, shape, data_offsets), then the data.
+Weights are safetensors, never a pickle.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
+
+from safetensors import SafetensorError, safe_open
 
 from inflight_backend.errors import CheckpointError
 
@@ -199,85 +200,8 @@ def _hint_of_link(path: Path) -> str:
     return f" behind this link into the Hub's cache; give a folder with the files: {_DOWNLOAD}"
 
 
-MAX_HEADER_BYTES = 100_000_000
-"""The bound that the safetensors library itself sets."""
-
-_DTYPE_TO_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
-_ONE_BYTE = 1  # F8_E4M3, F8_E5M2, U8, BOOL
-
-
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
-    """Type and shape of a tensor, and the file it is in."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in the file."""
-        return prod(self.shape) * _DTYPE_TO_BYTES.get(self.dtype, _ONE_BYTE)
-
-
-def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Every tensor of the weight files in ``folder``, by name.
-
-    `CheckpointError` names the file that is missing, damaged, cut off or not what the index says.
-    """
-    headers: dict[str, TensorHeader] = {}
-    for name, promised in weight_files(folder).items():
-        path = find_file(folder, name)
-        if path is None:
-            raise CheckpointError(f"{name}: no such file")
-        try:
-            with path.open("rb") as file:
-                content, num_data_bytes = _read_header(file, path)
-        except OSError as error:
-            raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from None
-        content.pop("__metadata__", None)
-        check_names(name, content.keys(), promised)
-        for tensor, fields in content.items():
-            headers[tensor] = _tensor(name, tensor, fields, num_data_bytes)
-    return headers
-
-
-def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
-    """The JSON of the header and the bytes that follow it."""
-    length = int.from_bytes(file.read(8), "little")
-    size = file.seek(0, 2)
-    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-        raise CheckpointError(damage(path))
-    file.seek(8)
-    try:
-        content = json.loads(file.read(length))
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path.name}: the header is damaged") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path.name}: the header is damaged")
-    return content, size - 8 - length
-
-
-def _tensor(file: str, name: str, fields: Any, num_data_bytes: int) -> TensorHeader:
-    try:
-        shape, dtype = tuple(fields["shape"]), fields["dtype"]
-        start, end = fields["data_offsets"]
-        is_sound = all(type(n) is int and n >= 0 for n in (*shape, start, end))
-    except (KeyError, TypeError, ValueError):
-        is_sound = False
-    if not is_sound or not isinstance(dtype, str):
-        raise CheckpointError(f"{file}: the header of {name[:80]!r} is damaged")
-    header = TensorHeader(file, dtype, shape)
-    if end - start != header.num_bytes or end > num_data_bytes:
-        raise CheckpointError(f"{file}: {name[:80]!r} is not whole, the file is cut off or damaged")
-    return header
-
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPE_TO_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""The types that weights may have, by their names in safetensors."""
-
 _SHOWN_NAMES = 3
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OF_TRAINING = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
@@ -313,24 +237,10 @@ def weight_files(folder: Path) -> dict[str, set[str] | None]:
     raise CheckpointError(_what_else(folder))
 
 
-def check_names(file: str, names: Set[str], promised: Set[str] | None) -> None:
-    """`CheckpointError` if ``file`` holds other tensors than the index promises in it."""
-    if promised is not None and names != promised:
-        odd = list_names(sorted(names ^ promised))
-        raise CheckpointError(f"{file}: does not hold what {INDEX} says ({odd})")
-
-
 def list_names(names: Sequence[str]) -> str:
     """The first few, and how many more there are."""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(names[:_SHOWN_NAMES]) + more
-
-
-def damage(path: Path) -> str:
-    """What to say of a file that is no safetensors file."""
-    if is_lfs_pointer(path):
-        return f"{path.name}: a pointer of Git LFS, not the weights; run git lfs pull"
-    return f"{path.name}: not a whole safetensors file, truncated or damaged"
 
 
 def _refuse_adapter(folder: Path) -> None:
@@ -358,6 +268,66 @@ def _what_else(folder: Path) -> str:
 
 def _names(folder: Path, *patterns: str) -> list[str]:
     return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+
+
+_DTYPE_TO_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """Type (by its name in safetensors) and shape of a tensor, and the file it is in."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * _DTYPE_TO_BYTES.get(self.dtype, 1)
+
+
+@contextmanager
+def open_weights(
+    folder: Path, framework: str = "numpy"
+) -> Iterator[tuple[dict[str, Any], dict[str, TensorHeader]]]:
+    """The open weight files in ``folder`` by name, and the header of every tensor by its name.
+
+    ``framework`` is whose tensors the files give ("numpy", "pt"). `CheckpointError` names the file
+    that is missing, damaged, cut off or not what the index says.
+    """
+    files: dict[str, Any] = {}
+    headers: dict[str, TensorHeader] = {}
+    with ExitStack() as stack:
+        for name, promised in weight_files(folder).items():
+            files[name] = opened = stack.enter_context(_open_weights(folder, name, framework))
+            names = opened.keys()
+            if promised is not None and promised != set(names):
+                odd = list_names(sorted(promised ^ set(names)))
+                raise CheckpointError(f"{name}: does not hold what {INDEX} says ({odd})")
+            for tensor in names:
+                part = opened.get_slice(tensor)
+                headers[tensor] = TensorHeader(name, part.get_dtype(), tuple(part.get_shape()))
+        yield files, headers
+
+
+def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Every tensor of the weight files in ``folder``, by name; errors as of `open_weights`."""
+    with open_weights(folder) as (_, headers):
+        return headers
+
+
+def _open_weights(folder: Path, name: str, framework: str) -> Any:
+    path = find_file(folder, name)
+    if path is None:
+        raise CheckpointError(f"{name}: no such file")
+    try:
+        return safe_open(str(path), framework=framework, device="cpu")
+    except (SafetensorError, OSError) as error:
+        why = f"not a whole safetensors file, truncated or damaged ({error})"
+        if is_lfs_pointer(path):
+            why = "a pointer of Git LFS, not the weights; run git lfs pull"
+        raise CheckpointError(f"{name}: {why}") from None
 
 
 # What tools lay beside or instead of a weight that they quantise (GPTQ and AWQ, ModelOpt and

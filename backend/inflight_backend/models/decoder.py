@@ -67,7 +67,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, parameters: dict[str, Parameter], ops: Ops) -> None:
         """Takes ``parameters`` (names of `decoder_parameters`) over: the dict is emptied."""
-        self._config = config
+        self.config = config
         self._ops = ops
         self._embedding = _tensor(parameters.pop("embedding"))
         self._layers = [_take_layer(parameters, layer, ops) for layer in range(config.num_layers)]
@@ -82,13 +82,13 @@ class Decoder:
         """
         ops, last = self._ops, len(self._layers) - 1
         residual = self._embedding[tokens]  # [T, hidden]
-        eps = self._config.rms_norm_eps
+        eps = self.config.rms_norm_eps
         normed = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):
             x = self._attend(index, layer, normed, len(tokens), attention)
             if rows is not None and index == last:
                 if rows.numel() == 0:
-                    return x[:0].new_empty(0, self._config.hidden_size)
+                    return x[:0].new_empty(0, self.config.hidden_size)
                 x, residual = x[rows], residual[rows]
             x = layer.output(ops.to_activation(x))
             normed, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
@@ -111,7 +111,7 @@ class Decoder:
         self, index: int, layer: _Layer, x: Activation, num_tokens: int, attention: AttentionStep
     ) -> Tensor:
         """x [T, hidden] -> what the heads found, [T, query_size]."""
-        config = self._config
+        config = self.config
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         heads = layer.qkv(x).view(num_tokens, num_heads + 2 * num_kv_heads, config.head_dim)
         found = attention.attend(index, heads, layer.head_norms)

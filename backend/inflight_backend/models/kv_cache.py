@@ -1,16 +1,8 @@
-"""The memory of all KV blocks, and how large it is.
-
-Tokens in the pool: ``max_tokens_in_paged_kv_cache`` if given. On a GPU also what
-``kv_cache_free_gpu_mem_fraction`` of the memory holds that loading, the largest step and captured
-graphs leave (measured, not estimated); the smaller wins. On a CPU, without a setting, the smaller
-of 65,536 tokens and a quarter of the available memory.
-"""
+"""The memory of all KV blocks, and what its size depends on."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import torch
@@ -64,9 +56,6 @@ class CudaMemory:
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_reserved()) - self._bytes_before
 
-
-_CPU_DEFAULT_TOKENS = 65_536
-_CPU_MEMORY_SHARE = 0.25
 
 CopyBlocks: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Source and destination [num_layers, num_blocks, ...], and the ids of pairs of blocks: see
@@ -131,47 +120,3 @@ class KvPool:
             ids = torch.tensor(block_ids, device=self._memory.device)
             blocks = self._memory.index_select(2, ids)
             self._memory.index_copy_(2, ids, blocks.nan_to_num_())
-
-
-def choose_num_blocks(
-    bytes_per_token: int,
-    tokens_per_block: int,
-    gpu_bytes: int | None,
-    max_tokens: int | None,
-    gpu_fraction: float,
-) -> int:
-    """Blocks of the pool by the rule above; `ConfigurationError` if not even one fits.
-
-    ``gpu_bytes`` are left of the GPU; None: a CPU.
-    """
-    limits = [] if max_tokens is None else [max_tokens]
-    if gpu_bytes is not None:
-        limits.append(max(int(gpu_bytes * gpu_fraction), 0) // bytes_per_token)
-    elif max_tokens is None:
-        limits.append(_CPU_DEFAULT_TOKENS)
-        limits.append(int(available_memory() * _CPU_MEMORY_SHARE) // bytes_per_token)
-    num_blocks = min(limits) // tokens_per_block
-    if num_blocks < 1:
-        raise ConfigurationError(
-            f"the KV pool has room for {min(limits)} tokens and a block takes {tokens_per_block}; "
-            "raise max_tokens_in_paged_kv_cache or lower tokens_per_block"
-        )
-    return num_blocks
-
-
-def available_memory() -> int:
-    """Bytes of main memory that can be taken without swapping."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def resident_memory() -> int:
-    """Bytes of main memory this process holds; 0 where the system does not say."""
-    statm = Path("/proc/self/statm")
-    if not statm.is_file():
-        return 0
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

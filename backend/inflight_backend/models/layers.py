@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple, TypeAlias, overload
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -136,23 +136,32 @@ class Fp8Linear:
         """The same for a norm that multiplies the scales in itself: it reads the numbers anyway,
         and they cost a product of few tokens two small launches."""
         if x.values.is_cuda and self._bias is None:
-            return self._product(x, may_be_unscaled=True)
+            return self._product_for_norm(x)
         return self(x)
 
-    @overload
-    def _product(self, x: Quantized) -> Tensor: ...
+    def _product_for_norm(self, x: Quantized) -> Tensor | Unscaled:
+        product = self._row_scaled(x)
+        return self._unscaled(x) if product is None else product
 
-    @overload
-    def _product(self, x: Quantized, *, may_be_unscaled: bool) -> Tensor | Unscaled: ...
+    def _product(self, x: Quantized) -> Tensor:
+        product = self._row_scaled(x)
+        if product is not None:
+            return product
+        product, token_scales, row_scales = self._unscaled(x)
+        product *= token_scales
+        if self._bias is not None:
+            return (product * row_scales.t() + self._bias).to(self._dtype)
+        answer = torch.empty(product.shape, dtype=self._dtype, device=product.device)
+        return torch.mul(product, row_scales.t(), out=answer)
 
-    def _product(self, x: Quantized, *, may_be_unscaled: bool = False) -> Tensor | Unscaled:
-        """The library's. Refusing is its choice of a kernel: nothing has been launched then, and
-        what is recorded has run before, so a recording never holds a refusal."""
+    def _row_scaled(self, x: Quantized) -> Tensor | None:
+        """The library's product with a scale per row; None if it has none. Refusing is its choice
+        of a kernel: nothing has been launched then, and what is recorded has run before, so a
+        recording never holds a refusal."""
         weight, scales = self._weight
-        rows, columns = weight.shape
-        shape = (len(x.values), rows, columns)
+        shape = (len(x.values), *weight.shape)
         if shape in _refused or not _takes_row_scales(weight.device):
-            return self._scaled_apart(x, may_be_unscaled)
+            return None
         try:
             # Row-major times column-major, as the tensor cores want it.
             return torch._scaled_mm(
@@ -174,9 +183,9 @@ class Fp8Linear:
                     *shape,
                 )
             _refused.add(shape)
-        return self._scaled_apart(x, may_be_unscaled)
+        return None
 
-    def _scaled_apart(self, x: Quantized, may_be_unscaled: bool) -> Tensor | Unscaled:
+    def _unscaled(self, x: Quantized) -> Unscaled:
         weight, scales = self._weight
         one = _one(weight.device)
         product = torch._scaled_mm(
@@ -187,13 +196,7 @@ class Fp8Linear:
             out_dtype=torch.float32,
             use_fast_accum=True,
         )
-        if may_be_unscaled:
-            return Unscaled(product, x.scales, scales)
-        product *= x.scales
-        if self._bias is not None:
-            return (product * scales.t() + self._bias).to(self._dtype)
-        answer = torch.empty(product.shape, dtype=self._dtype, device=product.device)
-        return torch.mul(product, scales.t(), out=answer)
+        return Unscaled(product, x.scales, scales)
 
 
 def is_scaled_apart(num_tokens: int, rows: int, columns: int) -> bool:

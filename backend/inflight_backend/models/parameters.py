@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from inflight_backend.errors import CheckpointError
-from inflight_backend.models.checkpoint_files import DTYPE_TO_BYTES, list_names
+from inflight_backend.models.checkpoint_files import INDEX, TensorHeader, list_names
 from inflight_backend.models.config import ModelConfig
+
+_DTYPES = ("F32", "F16", "BF16")  # that weights may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,57 +124,40 @@ _QUANTISED = (
 )
 
 
-class Entry(Protocol):
-    """A tensor of a checkpoint as the header of its file describes it."""
-
-    @property
-    def file(self) -> str:
-        """Name of that file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of its dimensions."""
-
-    @property
-    def dtype(self) -> str:
-        """Its type, by the name that safetensors has for it."""
-
-
-def check_weights(config: ModelConfig, entries: Mapping[str, Entry], where: str) -> None:
-    """`CheckpointError` unless every tensor has one use and every use has its tensor.
-
-    ``entries``: of all files, by name; ``where``: the file to blame if some are missing.
-    """
-    if packed := next((name for name in entries if name.endswith(_QUANTISED)), None):
+def check_weights(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> None:
+    """`CheckpointError` unless every tensor (by name, of all files) has one use and every use has
+    its tensor."""
+    if packed := next((name for name in headers if name.endswith(_QUANTISED)), None):
         raise CheckpointError(
-            f"{entries[packed].file}: {packed} is of quantised weights, which are not supported; "
+            f"{headers[packed].file}: {packed} is of quantised weights, which are not supported; "
             "give an unquantised checkpoint"
         )
     specs = decoder_parameters(config)
     sources = {source.name: source for spec in specs for source in spec.sources}
-    if missing := [name for name in sources if name not in entries]:
+    if missing := [name for name in sources if name not in headers]:
+        files = {header.file for header in headers.values()}
+        where = files.pop() if len(files) == 1 else INDEX
         raise CheckpointError(f"{where}: {_list('missing tensor', missing)}")
     duplicates = duplicate_names(config)
     known = {*sources, *duplicates, *ignorable_names(config)}
-    if unused := [name for name in entries if name not in known]:
-        raise CheckpointError(f"{entries[unused[0]].file}: {_list('unused tensor', unused)}")
+    if unused := [name for name in headers if name not in known]:
+        raise CheckpointError(f"{headers[unused[0]].file}: {_list('unused tensor', unused)}")
     for source in sources.values():
-        _check_weight(source, entries[source.name])
+        _check_weight(source, headers[source.name])
     for name, original in duplicates.items():
-        if name in entries:
-            _check_weight(Source(name, sources[original].shape), entries[name])
+        if name in headers:
+            _check_weight(Source(name, sources[original].shape), headers[name])
 
 
-def _check_weight(wanted: Source, entry: Entry) -> None:
-    if entry.shape != wanted.shape:
+def _check_weight(wanted: Source, header: TensorHeader) -> None:
+    if header.shape != wanted.shape:
         raise CheckpointError(
-            f"{entry.file}: {wanted.name} has shape {list(entry.shape)}, "
+            f"{header.file}: {wanted.name} has shape {list(header.shape)}, "
             f"config.json asks for {list(wanted.shape)}"
         )
-    if entry.dtype not in DTYPE_TO_BYTES:
+    if header.dtype not in _DTYPES:
         raise CheckpointError(
-            f"{entry.file}: {wanted.name} is {entry.dtype}, "
-            f"supported are {', '.join(DTYPE_TO_BYTES)}"
+            f"{header.file}: {wanted.name} is {header.dtype}, supported are {', '.join(_DTYPES)}"
         )
 
 

@@ -1,8 +1,8 @@
 """The attention backend in the Triton language; importing this needs triton.
 
-Context chunks and generations of a mixed step are two launches, each of the kernel that suits it;
-`docs/gpu.md` gives the figures of the compiled code behind that choice. A step of generations
-alone, and a mixed one of fixed sizes, read nothing from the host, so that a CUDA graph can hold it.
+Generations and context chunks of a step are two launches, each of the kernel that suits it;
+`docs/gpu.md` gives the figures of the compiled code behind that choice. Nothing that they need is
+read from the host, so that a CUDA graph can hold a step; lengths on the host are a hint only.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight_backend.models.attention import (
-    AttentionInputs,
-    AttentionStep,
-    HeadNorms,
-    MixedAttention,
-)
+from inflight_backend.models.attention import AttentionInputs, AttentionStep, HeadNorms
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.kv_cache import KvPool
 from inflight_kernels.ops.paged_attention_context import paged_attention_context
@@ -37,6 +32,7 @@ class TritonAttention:
     """Kernels on the memory of one pool, whose KV may be FP8."""
 
     reads_past_the_end = False
+    can_be_captured = True
 
     def __init__(
         self, pool: KvPool, model: ModelConfig, cos_sin: Tensor, *, is_deterministic: bool = False
@@ -52,64 +48,36 @@ class TritonAttention:
         self._scale = model.head_dim**-0.5
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
-        """Shared are views, the longest chunk, a hint for the size of tiles, and which program of
-        the generation attention does what."""
-        count, longest = inputs.num_context_sequences, 1
-        if count:
-            assert inputs.host is not None, "only steps of fixed sizes can be captured"
-            longest = int(inputs.host.query[:count].max())
-        return _TritonStep(
-            self,
-            Tokens(inputs.positions, inputs.slot_mapping),
-            Chunks(
-                inputs.block_tables[:count],
-                inputs.context_lengths[:count],
-                inputs.query_starts,
-                longest,
-            ),
-            self._generations(inputs.block_tables[count:], inputs.context_lengths[count:]),
-            inputs.num_context_tokens,
-        )
-
-    def begin_mixed(self, inputs: MixedAttention) -> AttentionStep:
-        """Any chunk may be as long as the step, so tiles are large; programs without work leave."""
-        return _MixedTritonStep(
-            self,
-            Tokens(inputs.positions, inputs.slot_mapping),
-            Chunks(
-                inputs.chunk_tables,
-                inputs.chunk_lengths,
-                inputs.query_starts,
-                len(inputs.positions),
-            ),
-            self._generations(inputs.generation_tables, inputs.generation_lengths),
-        )
-
-    def _generations(self, tables: Tensor, lengths: Tensor) -> Generations:
-        """With the work of each kind of layer."""
-        windows = set(self._windows) if len(lengths) else ()
-        return Generations(
-            tables,
-            lengths,
-            {
-                window: plan_generation(
-                    self._num_heads,
-                    self._pool.layer(0)[0],
-                    tables,
-                    lengths,
-                    window,
-                    num_splits=self._num_splits,
-                )
-                for window in windows
-            },
-        )
+        """Shared are views, the longest chunk, a hint for the size of tiles (in a captured step any
+        chunk may be as long as the step), and which program of the generation attention does
+        what."""
+        count, longest = inputs.num_generations, len(inputs.positions)
+        if inputs.host is not None:
+            longest = int(inputs.host.query.max())
+        tables, lengths = inputs.block_tables, inputs.context_lengths
+        chunks = Chunks(tables[count:], lengths[count:], inputs.query_starts, longest)
+        windows = set(self._windows) if count else ()
+        work = {
+            window: plan_generation(
+                self._num_heads,
+                self._pool.layer(0)[0],
+                tables[:count],
+                lengths[:count],
+                window,
+                num_splits=self._num_splits,
+            )
+            for window in windows
+        }
+        generations = Generations(tables[:count], lengths[:count], work)
+        return _TritonStep(self, inputs.positions, inputs.slot_mapping, chunks, generations)
 
     def write(
         self,
         layer: int,
         heads: Tensor,
         norms: HeadNorms,
-        tokens: Tokens,
+        positions: Tensor,
+        slot_mapping: Tensor,
     ) -> Tensor:
         """Norm and turn, store key and value; the query that is to attend."""
         query_norm, key_norm = norms or (None, None)
@@ -119,9 +87,9 @@ class TritonAttention:
             key,
             value,
             self._cos_sin,
-            tokens.positions,
+            positions,
             *self._pool.layer(layer),
-            tokens.slot_mapping,
+            slot_mapping,
             query_norm,
             key_norm,
             self._eps,
@@ -130,7 +98,7 @@ class TritonAttention:
     def attend_context(
         self, layer: int, query: Tensor, chunks: Chunks, out: Tensor | None = None
     ) -> Tensor:
-        """The chunks of a step: query and ``out`` [num_context_tokens, H, D]."""
+        """The chunks of a step, in their rows of query and ``out`` [num_tokens, H, D]."""
         return paged_attention_context(
             query,
             *self._pool.layer(layer),
@@ -160,14 +128,6 @@ class TritonAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
-    """Where the tokens of a step stand and lie, [num_tokens] int64 each."""
-
-    positions: Tensor
-    slot_mapping: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Chunks:
     """Context chunks: block tables [S, max_blocks], lengths [S] and starts [S + 1], int32, and the
     most tokens that one may have."""
@@ -190,41 +150,23 @@ class Generations:
 
 @dataclass(frozen=True, slots=True)
 class _TritonStep:
-    """Chunks first, ``num_context`` tokens of them, then generations."""
+    """Generations first, then chunks, then padding; how many are none only the device knows."""
 
     backend: TritonAttention
-    tokens: Tokens
-    chunks: Chunks
-    generations: Generations
-    num_context: int
-
-    def attend(self, layer: int, heads: Tensor, norms: HeadNorms) -> Tensor:
-        backend, num_context = self.backend, self.num_context
-        query = backend.write(layer, heads, norms, self.tokens)
-        if num_context == 0:
-            return backend.attend_generation(layer, query, self.generations)
-        if num_context == len(query):
-            return backend.attend_context(layer, query, self.chunks)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        backend.attend_context(layer, query[:num_context], self.chunks, out[:num_context])
-        backend.attend_generation(layer, query[num_context:], self.generations, out[num_context:])
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class _MixedTritonStep:
-    """Generations first, then chunks, then padding; how many of each only the device knows."""
-
-    backend: TritonAttention
-    tokens: Tokens
+    positions: Tensor
+    slot_mapping: Tensor
     chunks: Chunks
     generations: Generations
 
     def attend(self, layer: int, heads: Tensor, norms: HeadNorms) -> Tensor:
-        backend, generations = self.backend, self.generations
-        query = backend.write(layer, heads, norms, self.tokens)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        backend, chunks, generations = self.backend, self.chunks, self.generations
+        query = backend.write(layer, heads, norms, self.positions, self.slot_mapping)
         rows = len(generations.lengths)
+        if len(chunks.lengths) == 0:
+            return backend.attend_generation(layer, query, generations)
+        if rows == 0:
+            return backend.attend_context(layer, query, chunks)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         # In this order: rows without a generation get zeros, where there may be chunks.
         backend.attend_generation(layer, query[:rows], generations, out[:rows])
-        return backend.attend_context(layer, query, self.chunks, out)
+        return backend.attend_context(layer, query, chunks, out)

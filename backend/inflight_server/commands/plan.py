@@ -55,32 +55,28 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a checkpoint needs and how many requests fit. Nothing is loaded."""
-    from inflight_backend.engine.memory_plan import (
-        PlanSettings,
-        check_limits,
-        concurrency,
-        make_plan,
-        usual_shapes,
-    )
-    from inflight_backend.models.config import ModelConfig
+    from inflight_backend.engine import EngineConfig
+    from inflight_backend.engine.memory_plan import concurrency, make_plan, usual_shapes
 
     with reported_errors():
-        settings = PlanSettings(
-            gpu_memory=None if gpu_memory is None else _memory("--gpu-memory", gpu_memory),
+        config = EngineConfig(
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             tokens_per_block=tokens_per_block,
-            max_tokens=max_tokens,
-            fraction=fraction,
+            max_tokens_in_paged_kv_cache=max_tokens,
+            kv_cache_free_gpu_mem_fraction=fraction,
             max_batch_size=max_batch_size,
             max_beam_width=max_beam_width,
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,
+        )
+        made = make_plan(
+            folder,
+            config,
+            gpu_memory=None if gpu_memory is None else _memory("--gpu-memory", gpu_memory),
             reserve=_memory("--reserve", reserve),
         )
-        check_limits(ModelConfig.from_folder(folder), settings)
-        made = make_plan(folder, settings)
     rows = [concurrency(made, *shape) for shape in usual_shapes(made.max_seq_len)]
     if as_json:
         content = {**asdict(made), "block_bytes": made.block_bytes, "pool_bytes": made.pool_bytes}

@@ -57,22 +57,17 @@ def _small_engines() -> dict[tuple[str, str], Engine]:
 
 @pytest.fixture
 def small_engine(
-    checkpoint: Callable[..., Path],
-    device: str,
-    _small_engines: dict[tuple[str, str], Engine],
+    checkpoint: Callable[..., Path], device: str, _small_engines: dict[tuple[str, str], Engine]
 ) -> Callable[[str], Engine]:
     """``small_engine(variant)``: 8 slots, blocks of 4 tokens, 256 blocks, float32."""
-
     # On a device the largest step is run when an engine is made.
-    settings = {"cpu": SMALL, "cuda": replace(SMALL, device="cuda", max_num_tokens=256)}
+    config = SMALL if device == "cpu" else replace(SMALL, device="cuda", max_num_tokens=256)
 
     def make(variant: str = "llama-mha") -> Engine:
-        key = (variant, device)
-        if key not in _small_engines:
-            num_shards = 3 if variant.startswith("qwen") else 1
-            folder = checkpoint(variant, num_shards=num_shards)
-            _small_engines[key] = Engine.load(folder, settings[device])
-        return _small_engines[key]
+        if (variant, device) not in _small_engines:
+            folder = checkpoint(variant, num_shards=3 if variant.startswith("qwen") else 1)
+            _small_engines[variant, device] = Engine.load(folder, config)
+        return _small_engines[variant, device]
 
     return make
 

@@ -11,10 +11,7 @@ from support.engine_driver import EngineDriver, Job
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.engine.config import resolve
-from inflight_backend.errors import ConfigurationError
 from inflight_backend.models import triton_attention
-from inflight_backend.models.config import ModelConfig
 from inflight_kernels.ops import invariant_linear
 from inflight_scheduler import SamplingParams
 
@@ -80,9 +77,3 @@ def test_a_request_alone_and_among_others(engine: Engine, monkeypatch: pytest.Mo
     assert len(alone.generated) == NUM_TOKENS
     assert all(map(torch.equal, rows, by_job[other])), "not one bit differs"
     assert not engine.supports_drafts, "tokens of one run come from another kernel"
-
-
-def test_it_needs_the_kernels(checkpoint: Callable[..., Path]) -> None:
-    model = ModelConfig.from_folder(checkpoint())
-    with pytest.raises(ConfigurationError, match="deterministic_mode needs attention_backend tri"):
-        resolve(EngineConfig(device="cpu", deterministic_mode=True), model)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.engine import Engine
-from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.batcher import load_engine
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams, parse_parameters
 from inflight_backend.manager.step_loop import OverlapScheduler
@@ -40,24 +39,6 @@ def test_kernels_and_types_are_the_ones_asked_for(checkpoint: Callable[..., Path
     assert (config.kv_cache_dtype, config.cuda_graph_mode) == ("fp8", False)
     assert config.cuda_graph_mixed_tokens == 96
     assert config.deterministic_mode
-
-
-def test_the_plain_loop_is_the_default_where_nothing_runs_aside(
-    checkpoint: Callable[..., Path],
-) -> None:
-    folder = checkpoint()
-    raw = {**SMALL, "gpt_model_path": str(folder)}
-    params = TrtGptModelOptionalParams.from_parameters(parse_parameters(raw))
-    engine = load_engine(folder, params)
-    assert not params.overlap_scheduler.is_on(engine)
-    assert isinstance(engine, Engine)
-    assert engine.config.cuda_graph_mode, "for the day there is a GPU"
-
-
-def test_an_unknown_kind_is_refused_with_the_choices(checkpoint: Callable[..., Path]) -> None:
-    raw = {**SMALL, "gpt_model_path": str(checkpoint()), "quantization": "int3"}
-    with pytest.raises(ConfigurationError, match=r"Invalid quantization 'int3'.*none, fp8"):
-        parse_parameters(raw)
 
 
 @pytest.mark.parametrize("setting", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

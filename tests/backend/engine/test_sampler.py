@@ -1,22 +1,30 @@
-"""What requests want done to their logits: against transformers, and however the work is cut."""
+"""What requests and the host want done to their logits: against transformers, and however the work
+is cut."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import VOCAB_SIZE, load_oracle
 from support.engine_driver import EngineDriver, Job
+from support.fake_cuda import on_both_devices
+from support.graph_replay import Rerun
+from torch import Tensor
 
-from inflight_backend.engine import Engine
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine.interface import TokenMasks
 from inflight_backend.engine.memory_plan import COLUMNS
+from inflight_backend.engine.outputs import OutputRecorder
 from inflight_backend.engine.step_buffer import current_top_p
 from inflight_scheduler import SamplingParams, SlotSetup
 
@@ -101,12 +109,12 @@ def test_penalties_count_prompt_and_answer(small_engine: SmallEngine) -> None:
     assert set(tempted.generated[: len(free)]) == free
 
 
-class CountedBias(tuple[tuple[int, float], ...]):
-    """Knows how often it was read."""
+class CountedTuple(tuple[Any, ...]):
+    """Counts how often it is iterated over."""
 
     num_readings = 0
 
-    def __iter__(self) -> Iterator[tuple[int, float]]:
+    def __iter__(self) -> Iterator[Any]:
         self.num_readings += 1
         return super().__iter__()
 
@@ -114,30 +122,20 @@ class CountedBias(tuple[tuple[int, float], ...]):
 def test_sequences_that_share_a_bias_have_it_read_once(small_engine: SmallEngine) -> None:
     """With one for each of 128 K tokens that takes 20 ms, on the loop's thread."""
     prompt = make_prompts()[0]
-    bias = CountedBias([(7, 500.0), (9, 499.0)])
+    bias = CountedTuple([(7, 500.0), (9, 499.0)])
     jobs = [Job(prompt, SamplingParams(bias=bias, bad_words=((7,),) * i)) for i in range(2)]
     EngineDriver(small_engine("llama-mha")).generate([*jobs, Job(prompt)], NUM_TOKENS)
     assert bias.num_readings == 1
     assert [set(job.generated) for job in jobs] == [{7}, {9}]
 
 
-class CountedWord(tuple[int, ...]):
-    """Knows how often its tokens were read."""
-
-    num_readings = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.num_readings += 1
-        return super().__iter__()
-
-
-def test_whoever_comes_or_goes_has_nobody_elses_words_read_again(small_engine: SmallEngine) -> None:
+def test_words_are_read_once_whichever_requests_come_and_go(small_engine: SmallEngine) -> None:
     """With 200 words each and 256 requests that took 80 ms per request that began."""
     driver = EngineDriver(small_engine("llama-mha"))
     prompt = make_prompts()[0]
     plain = Job(prompt)
     driver.generate([plain], NUM_TOKENS)
-    word = CountedWord(plain.generated[:2])
+    word = CountedTuple(plain.generated[:2])
     long = (5, 6, 7, *plain.generated[2:4])
     first, second = (Job(prompt, SamplingParams(bad_words=(each,))) for each in (word, long))
     driver.generate([first], 1)
@@ -244,7 +242,7 @@ SAMPLING = st.builds(
     chunk_size=st.sampled_from([0, 3, 10]),
     seed=st.integers(0, 1000),
 )
-def test_chunks_pauses_company_and_old_slots_change_nothing(
+def test_chunks_pauses_other_requests_and_reused_slots_change_nothing(
     small_engine: SmallEngine, kinds: list[SamplingParams], chunk_size: int, seed: int
 ) -> None:
     engine = small_engine("llama-mha")
@@ -270,3 +268,103 @@ def test_chunks_pauses_company_and_old_slots_change_nothing(
         if numbers.random() < 0.6 and running:
             driver.release(numbers.choice(running))
     assert [job.generated for job in jobs] == alone
+
+
+END = 7
+DRAWN = SamplingParams(top_k=50, seed=3)
+
+
+def mask(row: int, allowed: list[int], forced: int = -1) -> TokenMasks:
+    words = np.zeros(2 + -(-VOCAB_SIZE // 32), dtype=np.int32)
+    words[:2] = row, forced
+    for token in allowed:
+        words[2 + token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
+    return words
+
+
+@pytest.fixture
+def engine(small_engine: SmallEngine) -> Engine:
+    return small_engine("llama-mha")
+
+
+@on_both_devices
+@pytest.mark.parametrize("sampling", [SamplingParams(), DRAWN], ids=["greedy", "drawn"])
+def test_masks_restrict_their_rows_only(engine: Engine, sampling: SamplingParams) -> None:
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    expected = EngineDriver(engine).generate([Job(p, sampling) for p in prompts], 6)
+    driver = EngineDriver(engine)
+    jobs = [Job(prompt, sampling) for prompt in prompts]
+    for step in range(6):
+        allowed = [10 + step, 40 + step, 198]
+        masks = np.stack([mask(1, allowed)])
+        engine.mask_next(partial(np.copy, masks))
+        driver.step({} if step else dict.fromkeys(jobs, 0), jobs if step else ())
+        assert jobs[1].generated[-1] in allowed
+    assert [jobs[0].generated, jobs[2].generated] == [expected[0], expected[2]]
+    assert driver.step({}, jobs)  # a mask is for one step only
+
+
+def test_replayed_steps_are_masked_too(checkpoint: Callable[..., Path]) -> None:
+    config = EngineConfig(
+        device="cpu",
+        max_batch_size=2,
+        max_tokens_in_paged_kv_cache=64,
+        attention_backend="triton",  # the one that can be recorded
+        cuda_graph_mixed_tokens=2,
+    )
+    engine = Engine.load(checkpoint(head_dim=16), config, capture=Rerun())
+    driver, jobs = EngineDriver(engine), [Job([1]), Job([2])]
+    driver.step(dict.fromkeys(jobs, 0))
+    free = driver.step({}, jobs)
+    for job in jobs:
+        driver.release(job)
+    jobs = [Job([1]), Job([2])]
+    driver.step(dict.fromkeys(jobs, 0))
+    engine.mask_next(lambda: np.stack([mask(1, [5, 6])]))
+    masked = driver.step({}, jobs)
+    assert masked[0] == free[0]
+    assert masked[1] in (5, 6)
+
+    def keep_nine(logits: Tensor, stream: int | None) -> None:
+        assert stream is None  # on a CPU
+        logits[..., :9], logits[..., 10:] = -torch.inf, -torch.inf
+
+    engine.edit_next(lambda: [(0, keep_nine)])  # what a logits processor does
+    assert driver.step({}, jobs)[0] == 9
+
+
+@on_both_devices
+def test_a_forced_token_wins_over_bias_and_minimum(engine: Engine) -> None:
+    sampling = SamplingParams(bias=((END, -np.inf),), min_length=5)
+    driver, job = EngineDriver(engine), Job([1, 2], sampling, END, min_end_position=7)
+    engine.mask_next(lambda: np.stack([mask(0, [END], forced=END)]))
+    assert driver.step({job: 0}) == [END]
+
+
+def test_a_mask_without_any_token_fails_its_row(engine: Engine) -> None:
+    driver, jobs = EngineDriver(engine), [Job([1, 2]), Job([3])]
+    engine.mask_next(lambda: np.stack([mask(1, [])]))
+    first, second = driver.step(dict.fromkeys(jobs, 0))
+    assert first >= 0
+    assert second == -1
+
+
+def test_a_source_that_fails_leaves_nothing_behind(engine: Engine) -> None:
+    driver, job = EngineDriver(engine), Job([1, 2])
+
+    def fail() -> TokenMasks:
+        raise RuntimeError("no masks today")
+
+    engine.mask_next(fail)
+    with pytest.raises(RuntimeError, match="no masks"):
+        driver.step({job: 0})
+    other = Job([3])
+    assert driver.step({other: 0})[0] >= 0
+
+
+def test_what_a_failed_step_has_recorded_is_forgotten() -> None:
+    recorder = OutputRecorder(num_slots=2, device="cpu")
+    recorder.set_up(())
+    recorder.record_candidates([1], [2], torch.tensor([[5, 6]]), torch.tensor([[-0.1, -0.2]]))
+    recorder.set_up(())  # the next step begins
+    assert recorder.take() is None

@@ -1,9 +1,8 @@
-"""FP8 products on a GPU whose library has none with a scale per row, for some shapes or at all."""
+"""The linear layers, also on a GPU whose library has no FP8 product with a scale per row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from inflight_backend.models import layers
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.decoder import Decoder
-from inflight_backend.models.layers import Fp8Linear, Parameter, is_scaled_apart, quantize
+from inflight_backend.models.layers import Fp8Linear, Linear, Parameter, is_scaled_apart, quantize
 from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.triton_ops import FP8_TRITON_OPS
 
@@ -54,7 +53,7 @@ class Library:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_known() -> Iterator[None]:
+def _nothing_was_refused() -> Iterator[None]:
     layers._refused.clear()
     yield
     layers._refused.clear()
@@ -94,8 +93,7 @@ def test_a_norm_takes_what_is_refused_without_its_scales(
     scales but the norms, and the answer is the one of a library that takes them."""
     model = ModelConfig.from_folder(checkpoint(head_dim=16, intermediate_size=64))
     monkeypatch.setattr(Fp8Linear, "__call__", Fp8Linear._product)
-    on_gpu = partialmethod(Fp8Linear._product, may_be_unscaled=True)
-    monkeypatch.setattr(Fp8Linear, "for_norm", on_gpu)
+    monkeypatch.setattr(Fp8Linear, "for_norm", Fp8Linear._product_for_norm)
     attention = SimpleNamespace(attend=lambda _, heads, *__: heads[:, : model.num_heads].clone())
 
     def forward(library: Library) -> Tensor:
@@ -140,3 +138,45 @@ def test_ada_of_an_old_torch_is_not_asked(
     monkeypatch.setattr(torch, "__version__", version)
     takes_row_scales = layers._takes_row_scales.__wrapped__
     assert takes_row_scales(torch.device("cuda")) is expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 2e-3)]
+)
+@pytest.mark.parametrize(("num_tokens", "has_bias"), [(1, True), (3, False), (600, True)])
+def test_linear_in_every_dtype(
+    dtype: torch.dtype, tolerance: float, num_tokens: int, has_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_tokens, 24, generator=generator).to(dtype)
+    weight = torch.randn(40, 24, generator=generator).to(dtype)
+    bias = torch.randn(40, generator=generator).to(dtype) if has_bias else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    with torch.inference_mode():
+        answer = Linear(weight, bias)(x)
+    assert answer.dtype == dtype
+    torch.testing.assert_close(answer.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_fp8_linear(has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 256, generator=generator)
+    weight[3] *= 1000  # a large row has a scale of its own and spoils no other
+    bias = torch.randn(48, generator=generator) if has_bias else None
+    x = torch.randn(64, 256, generator=generator)
+    x[2] /= 100
+    found = Fp8Linear(weight, bias)(quantize(x)) - (0 if bias is None else bias)
+    expected = x @ weight.T
+    # Two roundings to 4 bits, at most 2^-4 each; errors of 256 products average out.
+    error = (found - expected).norm(dim=0) / expected.norm(dim=0)
+    assert float(error.max()) < 0.06
+    assert float(error.min()) > 0.001
+    assert found.dtype == weight.dtype
+
+
+def test_quantised_rows_use_the_whole_range() -> None:
+    values, scales = quantize(torch.tensor([[1.0, -7.0, 0.0], [0.0, 0.0, 0.0], [2e4, 1.0, -3e4]]))
+    assert values.float().abs().amax(dim=1).tolist() == [448.0, 0.0, 448.0]
+    assert torch.isfinite(scales).all()
+    assert (values.float() * scales)[0, 1] == pytest.approx(-7.0)

@@ -1,0 +1,340 @@
+"""The plan of the memory against the engine that takes it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import VARIANTS, oracle_tokens
+from support.engine_driver import EngineDriver, Job
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from inflight_backend.engine import Engine, EngineConfig, memory_plan
+from inflight_backend.engine.config import resolve
+from inflight_backend.engine.cuda_graphs import Capture
+from inflight_backend.engine.memory_plan import (
+    GIB,
+    MemoryPlan,
+    choose_num_blocks,
+    concurrency,
+    make_plan,
+    usual_shapes,
+)
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.decoder import Decoder
+from inflight_backend.models.layers import Parameter
+from inflight_backend.models.ops import TORCH_OPS
+from inflight_backend.models.parameters import decoder_parameters
+from inflight_backend.models.weights import Checkpoint
+from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
+from inflight_server.serve.settings import DEMO_MODEL
+
+Folder = Callable[..., Path]
+CONFIG = EngineConfig(device="cpu", tokens_per_block=8, max_tokens_in_paged_kv_cache=1000)
+
+
+def check_sizes(folder: Path, config: EngineConfig) -> MemoryPlan:
+    """Parameters, tables and pool of the plan against those of an engine, byte by byte."""
+    made, engine = make_plan(folder, config), Engine.load(folder, config)
+    layers = [engine._pool.layer(index) for index in range(engine.model_config.num_layers)]
+    assert engine.num_blocks == made.num_blocks
+    assert sum(each.nbytes for pair in layers for each in pair) == made.pool_bytes
+    assert weight_bytes(engine) == made.weight_bytes
+    assert engine._cos_sin.nbytes == made.table_bytes
+    return made
+
+
+# Weights are float16, since those that a CPU packs have no address to know them by.
+@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.case(115)
+def test_the_plan_is_what_the_engine_takes(checkpoint: Folder, variant: str) -> None:
+    folder = checkpoint(variant, num_shards=3)
+    made = check_sizes(folder, replace(CONFIG, dtype="float16", max_seq_len=128))
+    assert made.num_blocks == 125
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert made.file_bytes < files < made.file_bytes + 100_000  # the headers
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_fp8_weights_take_what_the_plan_says(checkpoint: Folder, quantization: str) -> None:
+    folder = checkpoint("qwen2-tied", head_dim=16, intermediate_size=64)
+    check_sizes(folder, replace(CONFIG, dtype="float16", quantization=quantization))
+
+
+def test_an_fp8_pool_takes_what_the_plan_of_a_gpu_says(checkpoint: Folder) -> None:
+    folder = checkpoint("qwen2-tied", head_dim=16, intermediate_size=64)
+    config = replace(CONFIG, kv_cache_dtype="fp8", attention_backend="triton")
+    engine, made = Engine.load(folder, config), make_plan(folder, config, gpu_memory=GIB)
+    pool = [each for index in range(2) for each in engine._pool.layer(index)]
+    assert sum(each.nbytes for each in pool) == made.pool_bytes
+
+
+def test_what_slots_take_is_in_the_plan() -> None:
+    """Added up over the tensors of an engine; a GPU's has the tables of the adjustments, too."""
+    config = EngineConfig(device="cpu", max_batch_size=7, max_num_tokens=300, max_seq_len=100)
+    engine = Engine.load(DEMO_MODEL, config)
+    owners = [vars(engine._slots), {"device": engine._buffer._buffer.device}]
+    tensors = [each for owner in owners for each in owner.values() if hasattr(each, "data_ptr")]
+    on_cpu, on_gpu = make_plan(DEMO_MODEL, config), make_plan(DEMO_MODEL, config, gpu_memory=GIB)
+    assert on_cpu.slot_bytes == sum(each.nbytes for each in tensors)
+    assert on_gpu.slot_bytes - on_cpu.slot_bytes == 8 * (8 * engine.vocab_size + 912)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(4096, 14_336), (5120, 13_824), (896, 4864)])
+def test_the_largest_step_is_in_the_plan(hidden: int, intermediate: int) -> None:
+    """The most that lives at once in `Decoder.forward`, on a device without memory; ops give what
+    those of a GPU do, without what plain torch makes between."""
+    model = replace(
+        ModelConfig.from_folder(DEMO_MODEL),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=hidden // 128,
+        num_kv_heads=1,
+        head_dim=128,
+        num_layers=2,
+        sliding_windows=(None, None),
+    )
+    ops = replace(
+        TORCH_OPS,
+        rms_norm=lambda x, *_: torch.empty_like(x),
+        add_rms_norm=lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
+        final_norm=lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
+        silu_mul=lambda x: x.new_empty(len(x), x.shape[1] // 2),
+    )
+    num_tokens = 8192
+    with torch.device("meta"), torch.inference_mode():
+        parameters: dict[str, Parameter] = {
+            spec.name: torch.empty(spec.shape, dtype=torch.bfloat16)
+            for spec in decoder_parameters(model)
+        }
+        decoder = Decoder(model, parameters, ops)
+        shape = (num_tokens, model.num_heads, model.head_dim)
+        attention = SimpleNamespace(attend=lambda *_: torch.empty(shape))
+        tokens, rows = torch.empty(num_tokens, dtype=torch.int64), torch.empty(256).long()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with _LiveBytes() as live:
+                decoder.forward(tokens, attention, rows)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    planned = memory_plan._step_bytes(model, num_tokens, 0, 2)
+    assert 0.97 * planned < live.peak <= planned * 1.01
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what operations make, as long as somebody has it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not func.is_view:
+            self._add(made.nbytes)
+            weakref.finalize(made, self._add, -made.nbytes)
+        return made
+
+    def _add(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+
+def weight_bytes(engine: Engine) -> int:
+    """Bytes of the distinct tensors the decoder holds, without the rope table."""
+    found: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        value = getattr(value, "__self__", value)  # a linear that is called by a method
+        if hasattr(value, "data_ptr"):
+            found[value.data_ptr()] = value.nbytes
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+        elif hasattr(value, "__slots__") or hasattr(value, "__dict__"):
+            names = getattr(value, "__slots__", None) or vars(value)
+            for name in names:
+                visit(getattr(value, name))
+
+    decoder = engine._decoder
+    for name, value in vars(decoder).items():
+        if name not in ("_ops",):
+            visit(value)
+    return sum(found.values())
+
+
+STEP_BYTES, FREE_BYTES = 10_000, 200_000
+GPU = EngineConfig(device="cpu", max_batch_size=4, max_num_tokens=50, tokens_per_block=4)
+
+
+class CountedMemory:
+    """A device of which so much is free, and whose steps take so much."""
+
+    def __init__(self, step_bytes: int = STEP_BYTES) -> None:
+        self.step_bytes = step_bytes
+        self.calls: list[str] = []
+
+    def free_bytes(self) -> int:
+        self.calls.append("free")
+        return FREE_BYTES
+
+    def start_peak(self) -> None:
+        self.calls.append("start")
+
+    def peak_bytes(self) -> int:
+        self.calls.append("peak")
+        return self.step_bytes
+
+
+@torch.inference_mode()
+def make_engine(
+    folder: Path,
+    memory: CountedMemory,
+    config: EngineConfig = GPU,
+    capture: Capture | None = None,
+) -> Engine:
+    """As on a GPU with little room: what is free is what ``memory`` says."""
+    model = ModelConfig.from_folder(folder)
+    config = resolve(config, model)
+    with Checkpoint(folder) as opened:
+        parameters = opened.load(decoder_parameters(model), config.torch_dtype, config.device)
+    return Engine(config, model, parameters, capture, memory)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_tokens"),
+    [
+        ({}, int((FREE_BYTES - STEP_BYTES) * 0.9) // 768),
+        ({"dtype": "bfloat16"}, int((FREE_BYTES - STEP_BYTES) * 0.9) // 384),
+        ({"kv_cache_free_gpu_mem_fraction": 0.5}, (FREE_BYTES - STEP_BYTES) // 2 // 768),
+        ({"max_tokens_in_paged_kv_cache": 42}, 42),
+    ],
+)
+def test_a_gpu_gets_a_share_of_what_the_largest_step_leaves(
+    settings: dict[str, Any], num_tokens: int, checkpoint: Folder
+) -> None:
+    memory, folder = CountedMemory(), checkpoint()
+    engine = make_engine(folder, memory, replace(GPU, **settings))
+    assert memory.calls == ["start", "peak", "free"], "what the step needs is not free"
+    assert engine.num_blocks == num_tokens // 4
+    if engine.num_blocks > 30:  # nothing is left of the step that was measured
+        prompt = [3, 1, 4, 1, 5]
+        answer = EngineDriver(engine).generate([Job(prompt)], 6)
+        assert engine.dtype_name == "bfloat16" or answer == [oracle_tokens(folder, prompt, 6)]
+
+
+def test_a_scarce_gpu_serves_with_less_and_a_warning(
+    checkpoint: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(
+        checkpoint(), CountedMemory(), replace(GPU, max_tokens_in_paged_kv_cache=32_000)
+    )
+    assert engine.num_blocks < 8000
+    assert f"KV pool: {engine.num_blocks} blocks of 4 tokens" in caplog.text
+    assert "8000 blocks were planned for" in caplog.text
+
+
+def test_no_room_beside_the_largest_step_is_refused(checkpoint: Folder) -> None:
+    with pytest.raises(ConfigurationError, match="the KV pool has room for 0 tokens"):
+        make_engine(checkpoint(), CountedMemory(step_bytes=2 * FREE_BYTES))
+
+
+def test_a_step_that_does_not_fit_names_the_setting(
+    checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Engine, "enqueue", run_out)
+    with pytest.raises(ConfigurationError, match="max_num_tokens = 50 tokens does not fit"):
+        make_engine(checkpoint(), CountedMemory())
+
+
+def test_blocks_of_a_cpu_pool() -> None:
+    """65,536 tokens, or what is set, where the memory allows it."""
+    config = EngineConfig(device="cpu")
+    assert make_plan(DEMO_MODEL).num_blocks == choose_num_blocks(config, 1, None) == 2048
+    assert Engine.load(DEMO_MODEL, config).num_blocks == 2048
+    assert choose_num_blocks(config, 2**10, 2**20) == 2**10 // 32
+    assert choose_num_blocks(replace(config, max_tokens_in_paged_kv_cache=100), 1, None) == 3
+    with pytest.raises(ConfigurationError, match="room for 31 tokens and a block takes 32"):
+        make_plan(DEMO_MODEL, replace(config, max_tokens_in_paged_kv_cache=31))
+
+
+def test_a_planned_gpu_gets_a_share_of_what_is_left() -> None:
+    config = EngineConfig(kv_cache_free_gpu_mem_fraction=0.5)
+    made = make_plan(DEMO_MODEL, config, gpu_memory=8 * GIB)
+    taken = made.weight_bytes + made.table_bytes + made.slot_bytes + made.step_bytes
+    assert made.free_bytes == 8 * GIB - taken - GIB // 2
+    assert made.pool_bytes <= made.free_bytes * 0.5 < made.pool_bytes + made.block_bytes
+    config = replace(config, max_tokens_in_paged_kv_cache=100)
+    assert make_plan(DEMO_MODEL, config, gpu_memory=8 * GIB).num_blocks == 3
+    with pytest.raises(ConfigurationError, match=r"step do not fit: .* GiB of GPU memory are"):
+        make_plan(DEMO_MODEL, gpu_memory=GIB // 2)
+
+
+def test_a_plan_refuses_what_a_server_refuses() -> None:
+    config = EngineConfig(max_batch_size=2048, max_beam_width=32)
+    with pytest.raises(ConfigurationError, match="is 65536, more than the 65535 rows"):
+        make_plan(DEMO_MODEL, config, gpu_memory=GIB)
+
+
+def small_plan() -> MemoryPlan:
+    config = EngineConfig(max_tokens_in_paged_kv_cache=32 * 100, max_batch_size=64)
+    return make_plan(DEMO_MODEL, config)
+
+
+@pytest.mark.parametrize(("prompt_len", "max_new"), [(1, 1), (40, 30), (90, 200), (31, 33)])
+def test_the_guaranteed_number_is_the_schedulers(prompt_len: int, max_new: int) -> None:
+    """That many start at once, and one more would not."""
+    made = small_plan()
+    blocks = BlockManager(made.num_blocks, made.tokens_per_block)
+    scheduler = make_scheduler(
+        CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, blocks, max_batch_size=made.max_batch_size
+    )
+    requests = [LlmRequest(i, [0] * prompt_len, max_new) for i in range(200)]
+    context, _, _ = scheduler.schedule_request(requests, ())
+    row = concurrency(made, prompt_len, max_new)
+    assert len(context) == row.guaranteed
+    assert row.blocks_at_completion == blocks.get_blocks_at_completion(requests[0])
+    assert row.staggered >= row.guaranteed
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (40, 30), (31, 33), (64, 64), (63, 2), (7, 200)])
+def test_staggered_requests_hold_the_mean_of_their_blocks(shape: tuple[int, int]) -> None:
+    prompt_len, max_new = shape
+    held = [-(-(prompt_len + k) // 32) for k in range(max_new)]
+    made = replace(small_plan(), num_blocks=1000, max_batch_size=10**6)
+    assert concurrency(made, *shape).staggered == int(1000 / (sum(held) / max_new))
+
+
+@pytest.mark.parametrize("shape", [(3200, 100), (4 * 10**11, 10**11)])
+def test_a_request_too_long_for_the_pool_never_runs(shape: tuple[int, int]) -> None:
+    row = concurrency(small_plan(), *shape)
+    assert (row.guaranteed, row.staggered) == (0, 0)
+
+
+def test_shapes_reach_the_longest_request() -> None:
+    assert usual_shapes(4096) == [(205, 51), (820, 204), (3277, 819)]
+    assert usual_shapes(2) == [(1, 1)]
+    for length in (2, 3, 100, 256, 257, 131072):
+        assert sum(usual_shapes(length)[-1]) == length
+
+
+def test_no_torch_is_needed() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pathlib import Path; from inflight_backend.engine.memory_plan import make_plan\n"
+        f"print(make_plan(Path({str(DEMO_MODEL)!r})).num_blocks)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "2048\n"), done.stderr
