@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,11 +131,12 @@ class Recorder:
         self.is_open = self.is_refused = False
         self.num_users = 0  # of the pool's memory
         self.order: list[str] = []
+        self.on_record: Callable[[], None] = lambda: None
         stream = SimpleNamespace(wait_stream=lambda other: self.order.append(f"behind {other}"))
         calls = {
             "graph_pool_handle": lambda: (0, 1),
             "Stream": lambda: stream,
-            "stream": partial(Inside, self),
+            "stream": self._enter,
             "current_stream": lambda: self.stream,
             "current_device": lambda: 0,
             "synchronize": lambda: None,
@@ -155,7 +156,17 @@ class Recorder:
 
     def call(self) -> Tensor:
         self.order.append("recorded" if self.is_open else "run")
+        if self.is_open:
+            self.on_record()
         return torch.zeros(1)
+
+    @contextmanager
+    def _enter(self, stream: object) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     def _begin(self, pool: tuple[int, int], **_: object) -> None:
         self.is_open = True
@@ -177,34 +188,9 @@ class Recorder:
         self.num_users -= 1
 
 
-class Inside:
-    """A stream is the current one until it is left, as in torch."""
-
-    def __init__(self, recorder: Recorder, stream: object) -> None:
-        self._recorder, self._stream = recorder, stream
-        self._before: object = None
-
-    def __enter__(self) -> None:
-        self._before, self._recorder.stream = self._recorder.stream, self._stream
-
-    def __exit__(self, *_: object) -> None:
-        self._recorder.stream = self._before
-
-
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
-
-
-def failing(recorder: Recorder, fail: Callable[[], None]) -> Callable[[], Tensor]:
-    """Fails when it is recorded, not before."""
-
-    def call() -> Tensor:
-        if recorder.is_open:
-            fail()
-        return torch.zeros(1)
-
-    return call
 
 
 def test_a_call_runs_before_it_is_recorded(recorder: Recorder) -> None:
@@ -213,27 +199,22 @@ def test_a_call_runs_before_it_is_recorded(recorder: Recorder) -> None:
     assert (recorder.stream, recorder.is_open, recorder.num_users) == ("default", False, 1)
 
 
-def test_what_the_device_refuses_to_record_leaves_torch_as_it_was(recorder: Recorder) -> None:
-    def synchronize() -> None:
-        recorder.is_refused = True
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+@pytest.mark.parametrize(("is_refused", "num_users"), [(True, 0), (False, 1)])
+def test_a_recording_that_fails_leaves_torch_as_it_was(
+    recorder: Recorder, is_refused: bool, num_users: int
+) -> None:
+    """Memory of a recording that has ended (``is_refused`` False) is released by its graph: done
+    twice, others would lose what they share."""
 
-    with pytest.raises(RuntimeError, match="previous error"):
-        CudaCapture()(failing(recorder, synchronize))
+    def fail() -> None:
+        recorder.is_refused = is_refused
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    recorder.on_record = fail
+    with pytest.raises(RuntimeError, match="previous error" if is_refused else "not permitted"):
+        CudaCapture()(recorder.call)
     recorder.empty_cache()
-    assert (recorder.stream, recorder.num_users) == ("default", 0)
-
-
-def test_memory_of_a_recording_that_has_ended_is_its_own(recorder: Recorder) -> None:
-    """Its graph releases it; done twice, others would lose what they share."""
-
-    def run_out() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        CudaCapture()(failing(recorder, run_out))
-    recorder.empty_cache()
-    assert (recorder.stream, recorder.num_users) == ("default", 1)
+    assert (recorder.stream, recorder.num_users) == ("default", num_users)
 
 
 class RecordedMemory(CountedMemory):
@@ -339,8 +320,8 @@ def serve(engine: Engine) -> tuple[list[list[int]], set[tuple[bool, bool]]]:
         max_num_tokens=MOST,
         chunking=ContextChunking(ContextChunkingPolicy.FIRST_COME_FIRST_SERVED, 4),
     )
-    everybody, active, kinds, num_chunks = list(requests()), list[LlmRequest](), set(), 0
-    waiting = list(everybody)
+    everything, active, kinds, num_chunks = list(requests()), list[LlmRequest](), set(), 0
+    waiting = list(everything)
     while waiting or active:
         active += waiting[:2]
         del waiting[:2]
@@ -355,7 +336,7 @@ def serve(engine: Engine) -> tuple[list[list[int]], set[tuple[bool, bool]]]:
         active = [request for request in active if not request.is_finished]
     assert blocks.reuse_stats.num_reused_blocks
     assert num_chunks
-    answers = [list(request.tokens[request.orig_prompt_len :]) for request in everybody]
+    answers = [list(request.tokens[request.orig_prompt_len :]) for request in everything]
     return answers, kinds
 
 
