@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,7 +136,7 @@ class Recorder:
         calls = {
             "graph_pool_handle": lambda: (0, 1),
             "Stream": lambda: stream,
-            "stream": self._enter,
+            "stream": partial(Inside, self),
             "current_stream": lambda: self.stream,
             "current_device": lambda: 0,
             "synchronize": lambda: None,
@@ -160,14 +160,6 @@ class Recorder:
             self.on_record()
         return torch.zeros(1)
 
-    @contextmanager
-    def _enter(self, stream: object) -> Iterator[None]:
-        before, self.stream = self.stream, stream
-        try:
-            yield
-        finally:
-            self.stream = before
-
     def _begin(self, pool: tuple[int, int], **_: object) -> None:
         self.is_open = True
         self.num_users += 1
@@ -186,6 +178,20 @@ class Recorder:
 
     def _release(self, device: int, pool: tuple[int, int]) -> None:
         self.num_users -= 1
+
+
+class Inside:
+    """A stream is the current one until it is left, as in torch."""
+
+    def __init__(self, recorder: Recorder, stream: object) -> None:
+        self._recorder, self._stream = recorder, stream
+        self._before: object = None
+
+    def __enter__(self) -> None:
+        self._before, self._recorder.stream = self._recorder.stream, self._stream
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.stream = self._before
 
 
 @pytest.fixture
