@@ -4,6 +4,7 @@ transformers, whatever the scheduler does."""
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from inflight_backend.errors import CapacityText, InvalidRequest
 from inflight_backend.manager import output_gatherer
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
-from inflight_backend.requests.outputs import MAX_LOGITS_BYTES, check_outputs
-from inflight_scheduler import CapacitySchedulerPolicy, OutputParams
+from inflight_backend.requests.outputs import MAX_LOGITS_BYTES, read_outputs
+from inflight_scheduler import CapacitySchedulerPolicy
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
 NUM_NEW = 9
+MAX_ROWS = MAX_LOGITS_BYTES // (4 * 32000)
 
 
 class TensorRecorder(Recorder):
@@ -314,14 +316,28 @@ def test_what_cannot_be_told_is_refused() -> None:
     assert (
         "'return_generation_logits' is not supported by the engine" in recorder.responses[1][0][2]
     )
-    with pytest.raises(Exception, match="'return_context_logits' would take 9000 tokens x 32000"):
-        check_outputs(OutputParams(context_logits=True), 9000, 1, 32000, is_observable=True)
-    rows = MAX_LOGITS_BYTES // 4000
-    check_outputs(OutputParams(generation_logits=True), 1, rows, 1000, is_observable=True)
-    both = OutputParams(context_logits=True, generation_logits=True)
-    names = "'return_context_logits' and 'return_generation_logits'"
-    with pytest.raises(InvalidRequest, match=f"^{names} would take {rows + 1} tokens x 1000 "):
-        check_outputs(both, 1, rows, 1000, is_observable=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_new_tokens", "outputs", "error"),
+    [
+        (9000, 1, ["context_logits"], "'return_context_logits' would take 9000 tokens x 32000"),
+        (1, MAX_ROWS, ["generation_logits"], ""),
+        (
+            1,
+            MAX_ROWS,
+            ["context_logits", "generation_logits"],
+            "^'return_context_logits' and 'return_generation_logits' would take "
+            f"{MAX_ROWS + 1} tokens x 32000 ",
+        ),
+    ],
+)
+def test_size_of_logits_is_bounded(
+    prompt_len: int, max_new_tokens: int, outputs: list[str], error: str
+) -> None:
+    asked = request(1, [1], 1, **{f"return_{name}": True for name in outputs})
+    with pytest.raises(InvalidRequest, match=error) if error else nullcontext():
+        read_outputs(asked, prompt_len, max_new_tokens, 32000, is_observable=True)
 
 
 def test_logits_of_all_active_requests_share_one_room(

@@ -26,6 +26,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from inflight_backend.engine.interface import (
@@ -192,11 +193,31 @@ class _Choice:
     num_arguments: int
     error: str = ""
 
-    def call(self, *arguments: object) -> Any:
-        """Call the processor with as many of the ``arguments`` as it takes."""
-        if isinstance(self.processor, type):
-            self.processor = self.processor()
-        return self.processor(*arguments[: self.num_arguments])
+    def edit(self, request_id: int, tokens: list[int], logits: Any, stream: int | None) -> None:
+        """Have the user's code change logits [1, beams, vocab]; NaN if that fails.
+
+        Infinity forces a token: it becomes a number that later rules keep finite.
+        """
+        try:
+            if isinstance(self.processor, type):
+                self.processor = self.processor()
+            arguments = (request_id, logits, [tokens], stream, None)
+            result = self.processor(*arguments[: self.num_arguments])
+            if result is not None and getattr(result, "shape", None) != logits.shape:
+                shape = list(getattr(result, "shape", ())) or type(result).__name__
+                self.error = (
+                    f"logits processor '{self.name}' returned {shape} where logits of shape "
+                    f"{list(logits.shape)} belong"
+                )
+            else:
+                if result is not None:
+                    logits.copy_(result)
+                logits.clamp_(max=_FORCED)
+        except BaseException:  # a tokenizer's panic is no Exception
+            self.error = f"logits processor '{self.name}' failed"
+            _logger.warning("%s in request %d", self.error, request_id, exc_info=True)
+        if self.error:
+            logits.fill_(_NAN)
 
 
 class ActiveProcessors:
@@ -269,35 +290,4 @@ class ActiveProcessors:
         has_answer = len(tokens) > request.orig_prompt_len
         if choice is None or (has_answer and (tokens[-1] < 0 or tokens[-1] in request.end_ids)):
             return None
-        bound = choice
-
-        def edit(logits: Any, stream: int | None) -> None:
-            _process(bound, request.request_id, logits, tokens, stream)
-
-        return edit
-
-
-def _process(
-    choice: _Choice, request_id: int, logits: Any, tokens: list[int], stream: int | None
-) -> None:
-    """Have the user's code change logits [1, beams, vocab]; NaN if that fails.
-
-    Infinity forces a token: it becomes a number that later rules keep finite.
-    """
-    try:
-        result = choice.call(request_id, logits, [tokens], stream, None)
-        if result is not None and getattr(result, "shape", None) != logits.shape:
-            shape = list(getattr(result, "shape", ())) or type(result).__name__
-            choice.error = (
-                f"logits processor '{choice.name}' returned {shape} where logits of shape "
-                f"{list(logits.shape)} belong"
-            )
-        else:
-            if result is not None:
-                logits.copy_(result)
-            logits.clamp_(max=_FORCED)
-    except BaseException:  # a tokenizer's panic is no Exception
-        choice.error = f"logits processor '{choice.name}' failed"
-        _logger.warning("%s in request %d", choice.error, request_id, exc_info=True)
-    if choice.error:
-        logits.fill_(_NAN)
+        return partial(choice.edit, request.request_id, tokens)

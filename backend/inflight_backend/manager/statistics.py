@@ -124,6 +124,14 @@ class IterationStats:
     drafts: DraftStats | None = None
     measured_at: float = field(default_factory=time.time)
 
+    def describe_load(self) -> str:
+        """Taken places, waiting requests and free blocks, for an error message."""
+        return (
+            f"{self.num_active_requests} of {self.max_num_requests} places are taken, "
+            f"{self.num_waiting_requests} of those requests wait, and {self.num_free_blocks} of "
+            f"{self.max_num_blocks} KV blocks are free"
+        )
+
     def to_json(self) -> str:
         """The flat object that `ReturnBatchManagerStatsCallback` receives."""
         num_used = self.max_num_blocks - self.num_free_blocks

@@ -285,7 +285,6 @@ def test_request_that_ended_leaves_nothing_behind(end: str) -> None:
         assert not manager._rules
         assert not manager._stop_words._watched
         assert not manager._gatherer._gathered
-        assert not manager._deadlines._watched
         lengths = {"length": [(1, 20)], "stop": [(1, 5)], "error": []}
         assert manager.lengths.take() == lengths[end]
 

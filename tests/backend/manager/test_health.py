@@ -235,7 +235,6 @@ def test_request_that_cannot_be_released_gets_its_token_and_one_final(
     assert not failures
     assert recorder.responses[1][2:] == [([103], False, ""), ([], True, LOOP_FAILED)]
     assert recorder.responses[2][2:] == [([], True, LOOP_FAILED)]
-    assert not manager._deadlines._watched, "neither is watched any more"
 
 
 def test_engine_that_fails_to_start_raises_and_leaves_no_thread() -> None:
@@ -428,14 +427,14 @@ def test_deadline_ends_requests_with_their_tokens_or_the_reason(limit: str, cloc
 
 def test_ended_requests_are_removed_from_the_watch() -> None:
     active = ActiveRequests(BlockManager(4, 4))
-    watch = DeadlineWatch()
+    watch = DeadlineWatch(active)
     far = time.monotonic() + 1000
     for request_id in range(5000):
         ended = LlmRequest(request_id, [1], 1, queue_deadline=far, run_deadline=far)
         active.add(ended)
         watch.add(ended)
         active.remove(ended)
-    assert len(watch._heap) <= 1026
+    assert len(watch) <= 1026
     late = LlmRequest(1, [1], 1, queue_deadline=0.0, run_deadline=0.0)
     active.add(late)
     watch.add(late)
@@ -445,20 +444,10 @@ def test_ended_requests_are_removed_from_the_watch() -> None:
     assert watch.take_expired() == []
 
 
-def test_watch_keeps_no_tokens_of_ended_requests() -> None:
-    """Under `inflight serve` each has a deadline hours ahead; one may have 100,000 tokens."""
-    recorder = Recorder([request(i, [1], 3) for i in range(1, 21)])
-    with running(
-        recorder, params=TrtGptModelOptionalParams(max_batch_size=8, max_run_seconds=7200.0)
-    ) as manager:
-        recorder.wait_for_finals(20)
-        assert manager._deadlines._watched == {}
-        assert len(manager._deadlines._heap) == 20
-
-
 def test_paused_request_has_met_its_queue_deadline() -> None:
     """Its client may have tokens of it; only a run deadline ends it."""
-    active, watch = ActiveRequests(BlockManager(4, 4)), DeadlineWatch()
+    active = ActiveRequests(BlockManager(4, 4))
+    watch = DeadlineWatch(active)
     paused, waiting = (LlmRequest(i, [1], 4, queue_deadline=0.0) for i in (1, 2))
     for each in (paused, waiting):
         active.add(each)

@@ -105,7 +105,6 @@ def assert_nothing_stays(manager: GptManager) -> None:
         assert not manager._rules
         assert manager._gatherer._gathered == {}
         assert manager._stop_words._watched == {}
-        assert manager._deadlines._watched == {}
         flight_recorder = manager._batcher.recorder
         assert flight_recorder._came_ns == {}
         assert flight_recorder._arrivals == []

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from operator import attrgetter
 
 import pytest
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.parameters import (
-    ServerParameters,
     TrtGptModelOptionalParams,
     parse_parameters,
 )
@@ -17,11 +15,6 @@ from inflight_protocol import PARAMETERS
 from inflight_scheduler import ContextChunkingPolicy
 
 MINIMAL = {"gpt_model_path": "checkpoint"}
-
-
-def test_fields_are_the_honoured_keys_of_the_table() -> None:
-    honoured = [spec.name for spec in PARAMETERS if spec.is_honoured]
-    assert [f.name for f in fields(ServerParameters)] == honoured
 
 
 def test_template_that_is_not_filled_is_all_defaults() -> None:

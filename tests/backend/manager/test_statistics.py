@@ -18,7 +18,6 @@ from support.triton_stub import CountingEngine
 from inflight_backend.engine.interface import MemoryUsage, StepOutputs
 from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
 from inflight_backend.manager.statistics import IterationStats
-from inflight_backend.manager.wait_reasons import describe_load
 from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
 from inflight_protocol import METRICS
 from inflight_scheduler import ScheduledBatch, TrtGptModelType
@@ -104,7 +103,7 @@ def test_time_is_that_of_the_measurement_and_the_load_names_its_numbers() -> Non
         measured_at=datetime(2026, 1, 2, 3, 4, 5).timestamp(),
     )
     assert json.loads(stats.to_json())["Timestamp"] == "01-02-2026 03:04:05"
-    assert describe_load(stats) == (
+    assert stats.describe_load() == (
         "5 of 8 places are taken, 2 of those requests wait, and 1 of 40 KV blocks are free"
     )
 

@@ -50,7 +50,7 @@ from inflight_backend.manager.parameters import (
     OverlapScheduler,
     TrtGptModelOptionalParams,
 )
-from inflight_backend.manager.step_loop import make_steps
+from inflight_backend.manager.step_loop import StepLoop
 from inflight_backend.manager.user_scheduler import find_scheduler_class
 from inflight_recorder.replay import replay
 from inflight_recorder.storage import RecordingReader, open_recording
@@ -256,7 +256,7 @@ def test_why_changes_no_context_size_after_a_refused_decision() -> None:
         batcher.recorder.finish_iteration()
         return [len(chunk.tokens) for chunk in outcome.batch.context_chunks]
 
-    steps = make_steps(batcher)
+    steps = StepLoop(batcher)
     assert run_once() == [4, 12], "only the default cuts"
     assert batcher.explain() == {}, "the default would run all three, the third in part"
     assert run_once() == [15]
