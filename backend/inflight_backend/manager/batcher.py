@@ -11,14 +11,13 @@ counted as `Empty Generation Slots`.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from inflight_backend.engine.interface import PendingStep, StepEngine, StepOutputs
 from inflight_backend.engine.memory_plan import check_pool
@@ -104,7 +103,6 @@ def effective_settings(
 
 
 _NO_REQUESTS: Decision = ([], [], [])
-_Loaded = TypeVar("_Loaded")
 
 
 def load_engine(
@@ -133,28 +131,13 @@ def load_engine(
         "kv_cache_dtype": kv_cache.dtype,
     }
     config = EngineConfig(**(same_fields(EngineConfig, params) | changes))
-    engine = _on_new_thread(lambda: Engine.load(Path(model), config, on_progress))
+    # On a thread that ends before any step runs: OpenMP keeps helpers for each thread that has
+    # computed, and if they outnumber the cores it ignores ``GOMP_SPINCOUNT``, so that none of them
+    # spins for more work before it sleeps.
+    with ThreadPoolExecutor(1, "load") as pool:
+        engine = pool.submit(Engine.load, Path(model), config, on_progress).result()
     check_pool(Path(model), engine)
     return engine
-
-
-def _on_new_thread(load: Callable[[], _Loaded]) -> _Loaded:
-    """What ``load`` returns or raises. The thread ends before any step runs: OpenMP keeps helpers
-    for each thread that has computed, and if they outnumber the cores it ignores
-    ``GOMP_SPINCOUNT``: none of them spins for more work before it sleeps."""
-    loaded: Future[_Loaded] = Future()
-
-    def run() -> None:
-        try:
-            loaded.set_result(load())
-        except BaseException as error:  # raised by the thread that waits
-            loaded.set_exception(error)
-
-    thread = threading.Thread(target=run, name="load", daemon=True)
-    thread.start()
-    result = loaded.result()
-    thread.join()
-    return result
 
 
 class Batcher:
@@ -206,7 +189,6 @@ class Batcher:
         self._settings = self._make_settings(params)
         self._scheduler = self._make_scheduler(params)
         self._lists: Decision = ([], [], [])
-        self.limits = self._make_limits(params)
         self.recorder = self._make_recorder(params)
 
     def schedule(self, *, may_pause: bool = True) -> ScheduledBatch:
@@ -295,18 +277,14 @@ class Batcher:
         static_batch = None if self._static_tally is None else self._static_tally.stats
         if static_batch is not None and batch.is_empty:
             static_batch = StaticBatchStats()
-        num_context, num_generation = len(batch.context_chunks), batch.num_generation_requests
         return IterationStats(
             iteration=iteration,
+            batch=batch,
             num_active_requests=len(self.active),
             max_num_requests=self._max_batch_size,
-            num_scheduled_requests=num_context + num_generation,
-            num_context_requests=num_context,
-            num_generation_requests=num_generation,
             num_paused_requests=self.num_paused,
             num_waiting_requests=num_waiting,
             num_repairs=num_repairs,
-            num_context_tokens=batch.num_context_tokens,
             max_num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
             tokens_per_block=blocks.tokens_per_block,
@@ -352,6 +330,30 @@ class Batcher:
         finally:
             for request, size in zip(contexts, sizes, strict=True):
                 request.context_chunk_size, request.num_chunk_drafts = size
+
+    def make_limits(self, **others: Any) -> RequestLimits:
+        """The limits of requests; ``others``: those that the engine does not determine."""
+        params, longest_prompt = self._params, self.engine.max_seq_len - 1
+        return RequestLimits(
+            vocab_size=self.engine.vocab_size,
+            max_input_len=min(params.max_input_len or longest_prompt, longest_prompt),
+            max_seq_len=self.engine.max_seq_len,
+            max_queue_seconds=params.max_queue_seconds,
+            max_run_seconds=params.max_run_seconds,
+            is_observable=self._take_outputs is not None,
+            check_processor=self.rules.processors.check,
+            max_beam_width=self.max_beam_width,
+            folds_ids=params.out_of_vocabulary == "fold",
+            max_draft_len=params.speculative_decoding_config.max_draft_len * self._can_verify,
+            refusal_reason=partial(
+                refusal_reason,
+                block_manager=self.block_manager,
+                max_num_tokens=self.engine.max_num_tokens,
+                may_pause=self._settings.may_pause,
+                may_chunk=self._chunking is not None,
+            ),
+            **others,
+        )
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
         if params.scheduler_class is None:
@@ -424,27 +426,4 @@ class Batcher:
         unit_size = params.context_chunk_unit or self.engine.tokens_per_block
         return ContextChunking(
             params.context_chunking_policy, min(unit_size, self.engine.max_num_tokens)
-        )
-
-    def _make_limits(self, params: TrtGptModelOptionalParams) -> RequestLimits:
-        longest_prompt = self.engine.max_seq_len - 1
-        return RequestLimits(
-            vocab_size=self.engine.vocab_size,
-            max_input_len=min(params.max_input_len or longest_prompt, longest_prompt),
-            max_seq_len=self.engine.max_seq_len,
-            exclude_input_in_output=False,
-            max_queue_seconds=params.max_queue_seconds,
-            max_run_seconds=params.max_run_seconds,
-            is_observable=self._take_outputs is not None,
-            check_processor=self.rules.processors.check,
-            max_beam_width=self.max_beam_width,
-            folds_ids=params.out_of_vocabulary == "fold",
-            max_draft_len=params.speculative_decoding_config.max_draft_len * self._can_verify,
-            refusal_reason=partial(
-                refusal_reason,
-                block_manager=self.block_manager,
-                max_num_tokens=self.engine.max_num_tokens,
-                may_pause=self._settings.may_pause,
-                may_chunk=self._chunking is not None,
-            ),
         )

@@ -31,7 +31,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -248,7 +247,7 @@ class GptManager:
         policy, params = effective_settings(model_type, scheduler_policy, optional_params)
         engine = load_engine(model, params, on_progress, max_beam_width)
         is_v1 = model_type == TrtGptModelType.V1
-        self._batcher = Batcher(engine, policy, params, max_beam_width, is_v1=is_v1)
+        self._use(Batcher(engine, policy, params, max_beam_width, is_v1=is_v1))
         self._guide_service = GuideService(
             params.guided_decoding_config,
             Path(model) if isinstance(model, str | Path) else None,
@@ -258,8 +257,7 @@ class GptManager:
         self._rules = self._batcher.rules
         self._rules.guides.tokenizer_end_id = self._guide_service.end_id
         self.model_type = model_type
-        self.limits = replace(
-            self._batcher.limits,
+        self.limits = self._batcher.make_limits(
             exclude_input_in_output=exclude_input_in_output,
             may_stream=not is_v1,
             start_guide=lambda guide: self._guide_service.start(guide, self.wake),
@@ -278,13 +276,8 @@ class GptManager:
         self._poll_cb = poll_stop_signal_cb
         self._stats_cb = return_batch_manager_stats_cb
         self._terminate_req_id = terminate_req_id
-        self._steps = StepLoop(self._batcher)
-        self._active = self._batcher.active
-        self._deadlines = DeadlineWatch(self._active)
-        self.health = LoopHealth()
-        self._idle_check, self._stop_words = IdleCheck(), StopWordWatch()
+        self.health, self._idle_check = LoopHealth(), IdleCheck()
         self.lengths, self.events = LengthHistograms(), EventCounter()
-        self._gatherer = self._batcher.gatherer
         self._responses: deque[QueuedResponse] = deque()
         self._iteration = self._num_waiting = 0
         self._batch, self._is_idle = _NO_BATCH, True
@@ -553,11 +546,13 @@ class GptManager:
 
     def _rebuild(self) -> None:
         """Replace the batcher by one with free blocks and slots; no request or step is active."""
-        self._batcher = self._batcher.rebuild()
+        self._use(self._batcher.rebuild())
         self._batcher.rules = self._rules
-        self._steps, self._active = StepLoop(self._batcher), self._batcher.active
-        self._gatherer, self._stop_words = self._batcher.gatherer, StopWordWatch()
-        self._deadlines = DeadlineWatch(self._active)
+
+    def _use(self, batcher: Batcher) -> None:
+        self._batcher, self._steps = batcher, StepLoop(batcher)
+        self._active, self._gatherer = batcher.active, batcher.gatherer
+        self._deadlines, self._stop_words = DeadlineWatch(batcher.active), StopWordWatch()
 
     def _end_all(self, error: str) -> None:
         """All requests in flight get a final response with ``error``, even if a release fails."""

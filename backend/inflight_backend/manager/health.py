@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from inflight_backend.log import get_logger
 from inflight_scheduler import ActiveRequests, LlmRequest
@@ -20,17 +20,15 @@ from inflight_scheduler import ActiveRequests, LlmRequest
 _MIN_CLEAN = 1024  # entries before those of ended requests are removed
 
 
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """A request whose deadline (on the clock of `time.monotonic`) has passed."""
+class Expired(NamedTuple):
+    """A request whose deadline has passed."""
 
-    deadline: float
     request: LlmRequest
     is_queue_deadline: bool
 
 
 class DeadlineWatch:
-    """Owner of the deadlines of the ``active`` requests.
+    """Owner of the deadlines of the ``active`` requests, on the clock of `time.monotonic`.
 
     Entries of ended requests stay in the heap for a while; they hold no request, whose tokens may
     be gigabytes. One counts while an active request has its id and its deadline.
@@ -65,7 +63,7 @@ class DeadlineWatch:
             deadline, request_id, is_of_queue = heapq.heappop(self._heap)
             request = self._find(deadline, request_id, is_of_queue)
             if request is not None and not (is_of_queue and request.has_started):
-                expired.append(Expired(deadline, request, is_of_queue))
+                expired.append(Expired(request, is_of_queue))
         return expired
 
     def _find(self, deadline: float, request_id: int, is_of_queue: bool) -> LlmRequest | None:

@@ -62,7 +62,7 @@ class LogitsHooks:
         self._mask_next: Callable[[MaskSource], None] | None = getattr(engine, "mask_next", None)
         self._edit_next: Callable[[EditSource], None] | None = getattr(engine, "edit_next", None)
         self.guides = AnswerGuides(engine.vocab_size)
-        self.processors = ActiveProcessors(processors, can_edit=self._edit_next is not None)
+        self.processors = ActiveProcessors(processors if self._edit_next is not None else {})
 
     @property
     def can_mask(self) -> bool:
@@ -223,19 +223,17 @@ class _Choice:
 class ActiveProcessors:
     """Owner of the processors of active requests."""
 
-    def __init__(self, processors: Mapping[str, LogitsPostProcessor], *, can_edit: bool) -> None:
-        """``can_edit`` False: the engine gives no access to its logits."""
+    def __init__(self, processors: Mapping[str, LogitsPostProcessor]) -> None:
         self._processors = {
             name: (processor, _num_arguments(processor) or _NUM_ARGUMENTS[0])
             for name, processor in processors.items()
         }
-        self._can_edit = can_edit
         self._chosen: dict[int, _Choice] = {}
 
     def check(self, request: InferenceRequest) -> None:
         """`InvalidRequest` for an unknown name, or beams."""
         name = read_processor_name(request)
-        if name and not (self._can_edit and name in self._processors):
+        if name and name not in self._processors:
             raise InvalidRequest(
                 f"'{PROCESSOR_FIELD}' names {name[:64]!r}, and this server has no logits "
                 "processor of that name; leave it out"

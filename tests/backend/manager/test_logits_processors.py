@@ -398,7 +398,7 @@ def test_unknown_processor_is_refused(engine: Engine) -> None:
 
 
 def test_processor_with_beams_is_refused() -> None:
-    processors = ActiveProcessors({"bad": raises}, can_edit=True)
+    processors = ActiveProcessors({"bad": raises})
     values: dict[str, Any] = {PROCESSOR_FIELD: "bad"}
     processors.check(InferenceRequest.from_tokens(1, [1], 2, beam_width=1, **values))
     with pytest.raises(

@@ -87,15 +87,12 @@ def test_time_is_that_of_the_measurement_and_the_load_names_its_numbers() -> Non
     """Statistics that are read later, as while a step hangs, must look old."""
     stats = IterationStats(
         iteration=7,
+        batch=ScheduledBatch(iteration=0),
         num_active_requests=5,
         max_num_requests=8,
-        num_scheduled_requests=3,
-        num_context_requests=1,
-        num_generation_requests=2,
         num_paused_requests=0,
         num_waiting_requests=2,
         num_repairs=0,
-        num_context_tokens=20,
         max_num_blocks=40,
         num_free_blocks=1,
         tokens_per_block=16,
