@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.manager_harness import Recorder, request, running
+from support.manager_harness import Recorder, request, running, serve
 from support.triton_stub import CountingEngine
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import RequestLimits, validate
 from inflight_backend.speculative.drafter import Drafter, SpeculativeDecodingConfig
@@ -222,18 +221,15 @@ def test_what_cannot_be_asked_for() -> None:
 def test_an_engine_that_verifies_nothing_is_asked_for_no_drafts() -> None:
     engine = CountingEngine()
     engine.supports_drafts = False
-    params = TrtGptModelOptionalParams(max_batch_size=8, speculative_decoding_config=NGRAM)
     with pytest.raises(ConfigurationError, match="the engine verifies no drafts"):
-        running(Recorder(), engine, params=params).__enter__()
-    recorder = Recorder([request(1, [5], 4, draft_input_ids=[6])])
-    with running(recorder, engine):
-        recorder.wait_for_finals(1)
+        running(Recorder(), engine, speculative_decoding_config=NGRAM).__enter__()
+    recorder = serve([request(1, [5], 4, draft_input_ids=[6])], engine)
     assert "but max_draft_len is 0 on this server" in recorder.responses[1][0][2]
 
 
 def test_several_tokens_of_a_step_are_one_response() -> None:
     drafts = [6, 7, 8, 0, 10]  # of 6, 7, 8, 9, 10, ...
-    recorder = Recorder(
+    recorder = serve(
         [
             request(1, [5], 12, draft_input_ids=drafts),
             request(2, [5], 12, draft_input_ids=drafts, end_id=7),
@@ -241,8 +237,6 @@ def test_several_tokens_of_a_step_are_one_response() -> None:
             request(4, [5], 4, draft_input_ids=[6, 7, 8]),
         ]
     )
-    with running(recorder):
-        recorder.wait_for_finals(1, 2, 3, 4)
     sent = {i: [ids for ids, _, _ in recorder.responses[i]] for i in range(1, 5)}
     assert sent[1] == [[5, 6, 7, 8, 9], *([token] for token in range(10, 18))] or sent[1] == [
         [6, 7, 8, 9],

@@ -20,7 +20,6 @@ from support.checkpoints import (
 from support.manager_harness import Recorder, request, running
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_recorder.replay import replay
@@ -81,11 +80,10 @@ def run(
         max_tokens_in_paged_kv_cache=1024,
         attention_backend="torch",
     )
-    params = TrtGptModelOptionalParams(
-        max_batch_size=8, overlap_scheduler=overlap, record_file=str(record_file)
-    )
     engine = Engine.load(folder, config)
-    with running(recorder, engine, params=params, max_beam_width=4) as manager:
+    with running(
+        recorder, engine, overlap_scheduler=overlap, record_file=str(record_file), max_beam_width=4
+    ) as manager:
         recorder.wait_for_finals(*ids)
         manager._batcher.block_manager.check_integrity()
     with open_recording(record_file) as reader:

@@ -13,13 +13,12 @@ import pytest
 import torch
 import transformers
 from support.checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
-from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running, serve
 from support.triton_stub import CountingEngine
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CapacityText, InvalidRequest
 from inflight_backend.manager import output_gatherer
-from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.outputs import MAX_LOGITS_BYTES, read_outputs
 from inflight_scheduler import CapacitySchedulerPolicy
@@ -105,14 +104,13 @@ def test_logits_are_those_of_transformers(
             for i, prompt in prompts.items()
         ]
     )
-    params = TrtGptModelOptionalParams(
-        max_batch_size=8,
+    serve(
+        recorder,
+        make_engine(folder, num_tokens),
+        policy,
         enable_chunked_context=has_chunks,
         overlap_scheduler=overlap,
-        kv_cache_config=KvCacheConfig(enable_block_reuse=True),
     )
-    with running(recorder, make_engine(folder, num_tokens), policy, params=params):
-        recorder.wait_for_finals(*prompts)
     paused = max(stats["Paused Requests"] for stats in recorder.stats)
     assert (paused > 0) == (num_tokens == 64)
     for i, prompt in prompts.items():
@@ -177,8 +175,7 @@ def test_normalized_log_probs_are_those_of_what_could_be_drawn(folder: Path) -> 
             for i, (drawn, _) in enumerate(FILTERS)
         ]
     )
-    with running(recorder, make_engine(folder, normalize_log_probs=True)):
-        recorder.wait_for_finals(*range(len(FILTERS)))
+    serve(recorder, make_engine(folder, normalize_log_probs=True))
     for i, (_, filters) in enumerate(FILTERS):
         answer = recorder.tokens(i)
         _, logits = oracle(folder, PROMPT, answer)
@@ -213,9 +210,7 @@ def test_who_is_stopped_in_the_prompt_gets_the_logits_so_far(folder: Path, num_s
             recorder.stops = {1}
 
     recorder.return_stats = count  # type: ignore[method-assign]
-    params = TrtGptModelOptionalParams(max_batch_size=8, enable_chunked_context=True)
-    with running(recorder, make_engine(folder, max_num_tokens=8), params=params):
-        recorder.wait_for_finals(1)
+    serve(recorder, make_engine(folder, max_num_tokens=8), enable_chunked_context=True)
     [sent] = recorder.named_tensors[1]
     assert sent["finish_reason"].item() == b"cancelled"
     logits = sent["context_logits"]
@@ -246,10 +241,7 @@ def test_numbers_and_times(folder: Path) -> None:
     }
     before = time.monotonic_ns()
     recorder = TensorRecorder([request(1, PROMPT, 6, **wants), request(2, [9], 2)])
-    params = TrtGptModelOptionalParams(
-        max_batch_size=8, kv_cache_config=KvCacheConfig(enable_block_reuse=True)
-    )
-    with running(recorder, make_engine(folder), params=params) as manager:
+    with running(recorder, make_engine(folder)) as manager:
         recorder.wait_for_finals(1, 2)
         recorder.pending.append(request(3, PROMPT, 6, streaming=False, **wants))
         manager.wake()
@@ -282,8 +274,7 @@ def test_numbers_and_times(folder: Path) -> None:
 def test_what_came_first_stays_first_whatever_is_paused(folder: Path) -> None:
     requests = [request(i, PROMPT[i:], NUM_NEW, return_perf_metrics=True) for i in range(4)]
     recorder = TensorRecorder(requests)
-    with running(recorder, make_engine(folder, 64), MAX_UTILIZATION):
-        recorder.wait_for_finals(*range(4))
+    serve(recorder, make_engine(folder, 64), MAX_UTILIZATION)
     assert max(stats["Paused Requests"] for stats in recorder.stats) > 0
     for i in range(4):
         responses = recorder.named_tensors[i]
@@ -311,8 +302,7 @@ def test_an_end_id_leaves_its_row_out(folder: Path) -> None:
 
 def test_what_cannot_be_told_is_refused() -> None:
     recorder = TensorRecorder([request(1, [1], 3, return_generation_logits=True)])
-    with running(recorder, CountingEngine()):
-        recorder.wait_for_finals(1)
+    serve(recorder, CountingEngine())
     assert (
         "'return_generation_logits' is not supported by the engine" in recorder.responses[1][0][2]
     )

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.manager_harness import WAIT, GatedEngine, Recorder, request, running
+from support.manager_harness import WAIT, GatedEngine, Recorder, request, running, serve
 from support.triton_stub import CountingEngine
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import RequestLimits, validate
 from inflight_scheduler import LlmRequest
@@ -94,11 +93,10 @@ def test_a_salt_of_any_bytes_is_served_and_two_are_not() -> None:
 
 def test_only_equal_salts_share_cached_blocks() -> None:
     prompt = list(range(20))
-    params = TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(enable_block_reuse=True))
     engine = CountingEngine(tokens_per_block=4)
     recorder = Recorder()
     num_reused = []
-    with running(recorder, engine, params=params):
+    with running(recorder, engine):
         for request_id, salt in enumerate([None, "a", "b", "a", None]):
             values: dict[str, Any] = {"cache_salt": salt} if salt else {}
             recorder.pending.append(request(request_id, prompt, 3, **values))
@@ -117,9 +115,7 @@ def test_deadlines_count_from_arrival_not_from_acceptance() -> None:
         request(3, [1], 3),
     ]
     time.sleep(0.002)
-    recorder = Recorder(late)
-    with running(recorder):
-        recorder.wait_for_finals(1, 2, 3)
+    recorder = serve(late)
     for request_id in (1, 2):
         ((ids, is_final, error),) = recorder.responses[request_id]
         assert (ids, is_final) == ([], True)

@@ -15,7 +15,7 @@ from support.checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
 from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import KvCacheConfig
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
@@ -115,15 +115,17 @@ def run(
     **options: Any,
 ) -> Answers:
     """Answer all, then replay what was recorded."""
-    params = TrtGptModelOptionalParams(
+    recorder = TensorRecorder(requests)
+    with running(
+        recorder,
+        engine,
+        policy,
         max_batch_size=options.pop("max_batch_size", 8),
         kv_cache_config=KvCacheConfig(enable_block_reuse=options.pop("reuse", True)),
         speculative_decoding_config=config,
         overlap_scheduler=overlap,
         **options,
-    )
-    recorder = TensorRecorder(requests)
-    with running(recorder, engine, policy, params=params) as manager:
+    ) as manager:
         recorder.wait_for_finals(*(each.request_id for each in requests))
         lines = manager.recording().result(timeout=30)
         result = replay(RecordingReader(BytesIO("".join(lines).encode()), "ring"))

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.manager_harness import MAX_UTILIZATION, Recorder, request, running
+from support.manager_harness import MAX_UTILIZATION, Recorder, request, serve
 from support.triton_stub import CountingEngine
 
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.requests.stop_words import StopWordWatch
@@ -88,9 +87,7 @@ def test_requests_end_with_their_reason(overlap: OverlapScheduler) -> None:
             request(5, [5, 6], 50, stop_words_list=words_list([6, 7], [8])),  # 6 is the prompt's
         ]
     )
-    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
-    with running(recorder, params=params):
-        recorder.wait_for_finals(1, 2, 3, 4, 5)
+    serve(recorder, overlap_scheduler=overlap)
     assert recorder.tokens(1) == [2, 3, 4, 5, 6, 7, 8]
     assert recorder.tokens(2) == [1, 2, 3, 4, 5, 6]
     assert recorder.tokens(3)[-1] == 19
@@ -106,8 +103,7 @@ def test_pauses_do_not_hide_a_word(num_blocks: int) -> None:
     recorder = ReasonRecorder(
         [request(i, [i], 25, stop_words_list=words_list([i + 9, i + 10])) for i in range(1, 6)]
     )
-    with running(recorder, CountingEngine(num_blocks=num_blocks), MAX_UTILIZATION):
-        recorder.wait_for_finals(1, 2, 3, 4, 5)
+    serve(recorder, CountingEngine(num_blocks=num_blocks), MAX_UTILIZATION)
     for i in range(1, 6):
         assert recorder.tokens(i) == list(range(i + 1, i + 11))
         assert recorder.reasons[i] == "stop_words"

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,11 @@ def running(
     policy: CapacitySchedulerPolicy | str = GUARANTEED,
     **options: Any,
 ) -> Iterator[GptManager]:
+    """A manager with the callbacks of ``recorder``; ``options`` are its own, or fields of its
+    ``optional_params``."""
     params = options.pop("params", TrtGptModelOptionalParams(max_batch_size=8))
+    names = [each.name for each in fields(params) if each.name in options]
+    params = replace(params, **{name: options.pop(name) for name in names})
     model_type = options.pop("model_type", TrtGptModelType.InflightFusedBatching)
     manager = GptManager(
         engine or CountingEngine(),
@@ -129,6 +134,20 @@ def running(
         yield manager
     finally:
         manager.shutdown()
+
+
+def serve(
+    requests: Recorder | Sequence[InferenceRequest],
+    engine: StepEngine | Path | None = None,
+    policy: CapacitySchedulerPolicy | str = GUARANTEED,
+    **options: Any,
+) -> Recorder:
+    """Answer all requests that are there at the start, and shut down."""
+    recorder = requests if isinstance(requests, Recorder) else Recorder(requests)
+    ids = [each.request_id for each in recorder.pending if isinstance(each, InferenceRequest)]
+    with running(recorder, engine, policy, **options):
+        recorder.wait_for_finals(*ids)
+    return recorder
 
 
 def request(

@@ -25,7 +25,6 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.parameters import (
     KvCacheConfig,
     OverlapScheduler,
-    TrtGptModelOptionalParams,
 )
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_recorder.replay import replay
@@ -107,9 +106,8 @@ def run(
             recorder.stops.add(0) if len(recorder.responses[0]) == stop_at else None
         )
     params = {"overlap_scheduler": OverlapScheduler.OFF, **params}
-    options = TrtGptModelOptionalParams(max_batch_size=4, **params)
     engine = Engine.load(folder, config)
-    with running(recorder, engine, policy, params=options, max_beam_width=4) as manager:
+    with running(recorder, engine, policy, max_batch_size=4, **params, max_beam_width=4) as manager:
         recorder.wait_for_finals(*ids)
         manager._batcher.block_manager.check_integrity()
         if lengths is not None:

@@ -19,6 +19,7 @@ from support.manager_harness import (
     assert_serves,
     request,
     running,
+    serve,
 )
 from support.triton_harness import wait_until
 from support.triton_stub import CountingEngine
@@ -26,7 +27,6 @@ from support.triton_stub import CountingEngine
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.logits_processors import NO_TOKEN
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.requests.validation import PROCESSOR_FIELD
 from inflight_scheduler import CapacitySchedulerPolicy, LlmRequest, ScheduledBatch, TrtGptModelType
 
@@ -37,9 +37,7 @@ def _both_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_streaming_sends_one_token_per_response_and_one_final() -> None:
-    recorder = Recorder([request(1, [5, 6], 3)])
-    with running(recorder):
-        recorder.wait_for_finals(1)
+    recorder = serve([request(1, [5, 6], 3)])
     assert recorder.responses[1] == [([7], False, ""), ([8], False, ""), ([9], True, "")]
 
 
@@ -55,9 +53,9 @@ def test_streaming_sends_one_token_per_response_and_one_final() -> None:
 def test_whole_answer_is_one_response_with_or_without_the_prompt(
     default: bool, values: dict[str, Any], expected: list[int]
 ) -> None:
-    recorder = Recorder([request(1, [5, 6], 2, streaming=False, **values)])
-    with running(recorder, exclude_input_in_output=default):
-        recorder.wait_for_finals(1)
+    recorder = serve(
+        [request(1, [5, 6], 2, streaming=False, **values)], exclude_input_in_output=default
+    )
     assert recorder.responses[1] == [(expected, True, "")]
 
 
@@ -86,9 +84,7 @@ def test_logits_that_are_not_finite_end_the_request_with_an_error(streaming: boo
             return [-1 if token == 104 else token for token in super().execute(batch)]
 
     requests = [request(i, [100 * i], 9, streaming=streaming, end_id=7) for i in (1, 2)]
-    recorder = Recorder(requests)
-    with running(recorder, BrokenEngine()):
-        recorder.wait_for_finals(1, 2)
+    recorder = serve(requests, BrokenEngine())
     assert recorder.responses[1][-1] == ([], True, NO_TOKEN)
     assert len(recorder.responses[1]) == (4 if streaming else 1)
     assert recorder.tokens(2)[-9:] == list(range(201, 210))
@@ -96,16 +92,12 @@ def test_logits_that_are_not_finite_end_the_request_with_an_error(streaming: boo
 
 @pytest.mark.contract("tensorrt_llm input", "end_id")
 def test_end_id_ends_the_request_and_is_not_part_of_the_answer() -> None:
-    recorder = Recorder([request(1, [5], 50, end_id=8)])
-    with running(recorder):
-        recorder.wait_for_finals(1)
+    recorder = serve([request(1, [5], 50, end_id=8)])
     assert recorder.tokens(1) == [6, 7]
 
 
 def test_get_callback_is_told_how_many_more_requests_fit() -> None:
-    recorder = Recorder([request(i, [i], 20) for i in range(1, 6)])
-    with running(recorder, params=TrtGptModelOptionalParams(max_batch_size=2)):
-        recorder.wait_for_finals(*range(1, 6))
+    recorder = serve([request(i, [i], 20) for i in range(1, 6)], max_batch_size=2)
     assert recorder.rooms[:2] == [2, 0]
     assert min(recorder.rooms) == 0
     assert all(recorder.tokens(i) == list(range(i + 1, i + 21)) for i in range(1, 6))
@@ -122,9 +114,7 @@ def test_idle_loop_that_was_woken_waits_again() -> None:
 
 
 def test_callbacks_of_an_iteration_come_in_their_order() -> None:
-    recorder = Recorder([request(1, [1], 2)])
-    with running(recorder):
-        recorder.wait_for_finals(1)
+    recorder = serve([request(1, [1], 2)])
     first_send = recorder.events.index("send")
     assert recorder.events[first_send - 1 : first_send + 3] == ["get", "send", "poll", "stats"]
 
@@ -155,8 +145,7 @@ def test_stop_gives_an_ordinary_final_with_the_tokens_so_far() -> None:
             recorder.stops = {1, 999}  # 999 is unknown; every poll returns both
 
     recorder.on_response = stop_after_five
-    with running(recorder):
-        recorder.wait_for_finals(1, 2)
+    serve(recorder)
     assert recorder.tokens(1) == [2, 3, 4, 5, 6]
     assert recorder.responses[1][-1] == ([], True, "")
     assert recorder.tokens(2) == list(range(51, 81))
@@ -189,8 +178,7 @@ def test_numpy_ids_stop_requests(stops: Any) -> None:
     recorder.on_response = lambda request_id, is_final: (
         setattr(recorder, "stops", stops) if len(recorder.responses.get(1, ())) == 3 else None
     )
-    with running(recorder):
-        recorder.wait_for_finals(1, 2)
+    serve(recorder)
     assert recorder.final_errors(1) == [""]
     assert len(recorder.tokens(1)) < 200
 
@@ -276,10 +264,13 @@ def test_request_that_ended_leaves_nothing_behind(end: str) -> None:
     recorder.on_response = lambda request_id, is_final: (
         recorder.stops.add(1) if (end, len(recorder.tokens(1))) == ("stop", 5) else None
     )
-    params = TrtGptModelOptionalParams(
-        max_batch_size=4, max_run_seconds=60, logits_processors={"mine": lambda *_: None}
-    )
-    with running(recorder, Engine(), params=params) as manager:
+    with running(
+        recorder,
+        Engine(),
+        max_batch_size=4,
+        max_run_seconds=60,
+        logits_processors={"mine": lambda *_: None},
+    ) as manager:
         recorder.wait_for_finals(1)
         assert (recorder.responses[1][-1][2] == "") == (end != "error"), recorder.responses
         assert not manager._rules
@@ -290,9 +281,7 @@ def test_request_that_ended_leaves_nothing_behind(end: str) -> None:
 
 
 def test_invalid_request_gets_an_error_and_others_are_served() -> None:
-    recorder = Recorder([request(1, [1], 5), request(2, [-4], 5), request(3, [7], 5)])
-    with running(recorder):
-        recorder.wait_for_finals(1, 2, 3)
+    recorder = serve([request(1, [1], 5), request(2, [-4], 5), request(3, [7], 5)])
     assert recorder.responses[2] == [
         ([], True, "'input_ids' holds -4, outside the vocabulary 0..999")
     ]
@@ -302,9 +291,7 @@ def test_invalid_request_gets_an_error_and_others_are_served() -> None:
 
 @pytest.mark.case(76)
 def test_request_larger_than_the_pool_is_refused() -> None:
-    recorder = Recorder([request(1, [1] * 10, 30)])
-    with running(recorder, CountingEngine(num_blocks=4, tokens_per_block=4)):
-        recorder.wait_for_finals(1)
+    recorder = serve([request(1, [1] * 10, 30)], CountingEngine(num_blocks=4, tokens_per_block=4))
     assert "KV blocks" in recorder.responses[1][0][2]
 
 
@@ -314,10 +301,8 @@ def test_all_answers_are_whole_with_a_quarter_of_the_blocks(
     policy: CapacitySchedulerPolicy,
 ) -> None:
     requests = [request(i, [i * 10, i * 10 + 1], 40) for i in range(1, 17)]
-    recorder = Recorder(requests)
     engine = CountingEngine(num_blocks=44, tokens_per_block=4)  # 16 need 11 each
-    with running(recorder, engine, policy, params=TrtGptModelOptionalParams(max_batch_size=16)):
-        recorder.wait_for_finals(*range(1, 17))
+    recorder = serve(requests, engine, policy, max_batch_size=16)
     for i in range(1, 17):
         assert recorder.tokens(i) == list(range(i * 10 + 2, i * 10 + 42))
         assert [final for _, final, _ in recorder.responses[i]].count(True) == 1
@@ -373,9 +358,7 @@ def test_callback_that_blocks_delays_and_loses_nothing(name: str) -> None:
 @pytest.mark.case(91)
 def test_objects_that_are_no_requests_are_ignored() -> None:
     rubbish: list[Any] = ["not a request", None, 3.5, {"id": 1}, b"x"]
-    recorder = Recorder([request(1, [1], 30), *rubbish, request(2, [5], 3)])
-    with running(recorder):
-        recorder.wait_for_finals(1, 2)
+    recorder = serve([request(1, [1], 30), *rubbish, request(2, [5], 3)])
     assert recorder.tokens(1) == list(range(2, 32))
     assert recorder.tokens(2) == [6, 7, 8]
 
@@ -385,8 +368,7 @@ def test_objects_that_are_no_requests_are_ignored() -> None:
 def test_stop_ids_that_are_no_integers_are_ignored(rubbish: Any) -> None:
     recorder = Recorder([request(1, [1], 30)])
     recorder.stops = rubbish
-    with running(recorder):
-        recorder.wait_for_finals(1)
+    serve(recorder)
     assert recorder.tokens(1) == list(range(2, 32))
 
 
@@ -396,8 +378,7 @@ def test_room_is_never_negative_after_too_many_requests() -> None:
     requests = [request(i, [i], 20) for i in range(1, 13)]
     real_get = recorder.get
     recorder.get = lambda room: (real_get(room), requests[:], requests.clear())[1]  # type: ignore[method-assign,func-returns-value]
-    with running(recorder, params=TrtGptModelOptionalParams(max_batch_size=4)):
-        recorder.wait_for_finals(*range(1, 13))
+    serve(recorder, max_batch_size=4)
     assert min(recorder.rooms) == 0
 
 

@@ -26,6 +26,7 @@ from support.manager_harness import (
     fail_once,
     request,
     running,
+    serve,
 )
 from support.triton_harness import wait_until
 from support.triton_stub import CountedStep, CountingEngine
@@ -116,8 +117,7 @@ def test_unexpected_exception_fails_all_requests_and_resets_the_loop(
     overlap: OverlapScheduler, place: str, error: BaseException
 ) -> None:
     recorder = Recorder()
-    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
-    with running(recorder, params=params) as manager:
+    with running(recorder, overlap_scheduler=overlap) as manager:
         batcher = manager._batcher
         update = "update" if overlap is OverlapScheduler.OFF else "apply_tokens"
         once = {
@@ -165,8 +165,7 @@ def test_step_whose_tokens_are_applied_in_part_ends_each_request_once(
                 tokens[0] = -1  # what was computed of request 2 is to be forgotten
             return tokens
 
-    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
-    with running(recorder, Engine(), params=params) as manager:
+    with running(recorder, Engine(), overlap_scheduler=overlap) as manager:
         once = fail_once(
             manager._batcher.block_manager,
             "forget" if is_overlapped else "store",
@@ -192,10 +191,7 @@ def test_failing_rescue_leaves_the_loop_running(monkeypatch: pytest.MonkeyPatch)
     """The plan fails, and so does the release of what the requests hold."""
     recorder = Recorder()
     values: dict[str, Any] = {PROCESSOR_FIELD: "mine"}
-    params = TrtGptModelOptionalParams(
-        max_batch_size=8, logits_processors={"mine": lambda *_: None}
-    )
-    with running(recorder, EditingEngine(), params=params) as manager:
+    with running(recorder, EditingEngine(), logits_processors={"mine": lambda *_: None}) as manager:
 
         def fail(*args: Any) -> Any:
             raise AssertionError("ours")
@@ -291,9 +287,8 @@ def test_lost_device_is_unhealthy_at_once_and_for_good(
     place: str, error: Exception, is_lost: bool
 ) -> None:
     overlap = OverlapScheduler.OFF if place == "execute" else OverlapScheduler.ON
-    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
     recorder = Recorder([request(1, [1], 10)])
-    with running(recorder, _Failing(place, error), params=params) as manager:
+    with running(recorder, _Failing(place, error), overlap_scheduler=overlap) as manager:
         recorder.wait_for_finals(1)
         assert recorder.final_errors(1) == [STEP_FAILED]
         assert manager.health.is_healthy != is_lost
@@ -383,8 +378,7 @@ def test_failing_step_ends_only_its_requests(
 
     recorder = Recorder([request(i, [10 * i], 9) for i in range(1, 6)])
     engine = CountingEngine(num_blocks=64, before_step=fail)
-    params = TrtGptModelOptionalParams(max_batch_size=3, overlap_scheduler=overlap)
-    with running(recorder, engine, policy, params=params) as manager:
+    with running(recorder, engine, policy, max_batch_size=3, overlap_scheduler=overlap) as manager:
         recorder.wait_for_finals(*range(1, 6))
         for victim in (1, 2, 3):
             assert recorder.final_errors(victim) == [STEP_FAILED]
@@ -405,7 +399,7 @@ def test_deadline_ends_requests_with_their_tokens_or_the_reason(limit: str, cloc
     engine = GatedEngine(num_blocks=8, tokens_per_block=4)
     recorder = Recorder([request(1, [1], 30), request(2, [9], 30), request(3, [5], 30)])
     params: dict[str, Any] = {"max_batch_size": 8, limit: LIMIT}
-    with running(recorder, engine, params=TrtGptModelOptionalParams(**params)) as manager:
+    with running(recorder, engine, **params) as manager:
         assert engine.has_begun.wait(WAIT)
         clock.ahead = LIMIT
         engine.go_on.set()
@@ -497,10 +491,12 @@ def test_deadlines_do_not_follow_the_time_of_day() -> None:
     engine = CountingEngine(
         num_blocks=300, max_seq_len=1000, before_step=lambda batch: time.sleep(0.005)
     )
-    recorder = Recorder([request(1, [1], 40), request(2, [1], 900, allotted_time_ms=500)])
-    params = TrtGptModelOptionalParams(max_batch_size=8, max_run_seconds=60, max_queue_seconds=60)
-    with running(recorder, engine, params=params):
-        recorder.wait_for_finals(1, 2)
+    recorder = serve(
+        [request(1, [1], 40), request(2, [1], 900, allotted_time_ms=500)],
+        engine,
+        max_run_seconds=60,
+        max_queue_seconds=60,
+    )
     assert recorder.tokens(1) == list(range(2, 42))
     assert 0 < len(recorder.tokens(2)) < 900
     assert recorder.final_errors(1) == recorder.final_errors(2) == [""]

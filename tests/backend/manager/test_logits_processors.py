@@ -20,6 +20,7 @@ from support.manager_harness import (
     Recorder,
     request,
     running,
+    serve,
 )
 from support.triton_stub import CountingEngine
 from transformers import AutoTokenizer
@@ -155,18 +156,19 @@ def test_processor_gets_the_text_so_far_and_changes_what_is_sampled(
     """Also in chunks and with pauses; another request of the batch gets what it would get alone."""
     prompts = {i: PROMPT[i:] for i in (1, 2, 3)}
     processor = OnlyHigher()
-    recorder = Recorder(
-        [
-            asking(i, prompt, NUM_NEW, "only-higher" if i < 3 else "")
-            for i, prompt in prompts.items()
-        ]
-    )
     params = params_of(overlap, {"only-higher": processor}, has_chunks=is_scarce)
     engine, policy = (
         (make_engine(folder, 40), MAX_UTILIZATION) if is_scarce else (engine, GUARANTEED)
     )
-    with running(recorder, engine, policy, params=params):
-        recorder.wait_for_finals(*prompts)
+    recorder = serve(
+        [
+            asking(i, prompt, NUM_NEW, "only-higher" if i < 3 else "")
+            for i, prompt in prompts.items()
+        ],
+        engine,
+        policy,
+        params=params,
+    )
     assert (max(stats["Paused Requests"] for stats in recorder.stats) > 0) == is_scarce
     assert recorder.tokens(3) == oracle_tokens(folder, prompts[3], NUM_NEW)
     for i in (1, 2):
@@ -194,10 +196,10 @@ def test_processors_of_the_documentation_work(
     monkeypatch.setitem(sys.modules, "my_module", module)
     setting = page.partition("--set logits_processors=")[2].partition("\n")[0]
     names = dict(enumerate(["no-double", "digits"], start=1))
-    recorder = Recorder([asking(i, PROMPT, NUM_NEW, n) for i, n in names.items()])
     params = params_of(OverlapScheduler.OFF, find_logits_processors(setting))
-    with running(recorder, engine, params=params):
-        recorder.wait_for_finals(*names)
+    recorder = serve(
+        [asking(i, PROMPT, NUM_NEW, n) for i, n in names.items()], engine, params=params
+    )
     tokens = PROMPT[-1:] + recorder.tokens(1)
     assert all(one != other for one, other in pairwise(tokens))
     assert set(recorder.tokens(2)) <= set(range(19, 29))
@@ -253,11 +255,11 @@ def test_published_processors_run_as_the_documentation_shows(
     processors = {"phrase": module.LastPhrase, "no-repeat": module.NoRepeat}
     names = {1: "phrase", 2: "no-repeat", 3: ""}
     liked = [100.0 * (token == 33) for token in range(VOCAB_SIZE)]
-    recorder = Recorder(
-        [asking(i, PROMPT, 6, name, embedding_bias=liked) for i, name in names.items()]
+    recorder = serve(
+        [asking(i, PROMPT, 6, name, embedding_bias=liked) for i, name in names.items()],
+        engine,
+        params=params_of(OverlapScheduler.OFF, processors),
     )
-    with running(recorder, engine, params=params_of(OverlapScheduler.OFF, processors)):
-        recorder.wait_for_finals(*names)
     assert recorder.tokens(1) == [11, 12, 13, 14, 14, 14]
     assert [token == 33 for token in recorder.tokens(2)] == [True, True, True, False, True, True]
     assert recorder.tokens(3) == [33] * 6
@@ -354,9 +356,11 @@ def test_failing_processor_ends_only_its_request(
     message: str,
 ) -> None:
     """One that changes nothing does not fail: most have nothing to do at most tokens."""
-    recorder = Recorder([asking(1, PROMPT, 6, "bad"), request(2, PROMPT[2:], 6)])
-    with running(recorder, engine, params=params_of(overlap, {"bad": processor})):
-        recorder.wait_for_finals(1, 2)
+    recorder = serve(
+        [asking(1, PROMPT, 6, "bad"), request(2, PROMPT[2:], 6)],
+        engine,
+        params=params_of(overlap, {"bad": processor}),
+    )
     assert recorder.tokens(2) == oracle_tokens(folder, PROMPT[2:], 6)
     assert [is_final for _, is_final, _ in recorder.responses[1]].count(True) == 1
     error = recorder.responses[1][-1][2]
@@ -375,9 +379,11 @@ def test_processor_that_fails_behind_the_last_token_fails_no_request(
     """In the overlapped loop it is called once more before the stop word is found."""
     answer = oracle_tokens(folder, PROMPT, 6)
     stop_words = [answer[1:3], [2, -1]]
-    recorder = Recorder([asking(1, PROMPT, 6, "late", stop_words_list=stop_words)])
-    with running(recorder, engine, params=params_of(overlap, {"late": late})):
-        recorder.wait_for_finals(1)
+    recorder = serve(
+        [asking(1, PROMPT, 6, "late", stop_words_list=stop_words)],
+        engine,
+        params=params_of(overlap, {"late": late}),
+    )
     assert recorder.responses[1][-1][2] == ""
     assert recorder.tokens(1) == answer[:3]
 
@@ -385,9 +391,11 @@ def test_processor_that_fails_behind_the_last_token_fails_no_request(
 def test_unknown_processor_is_refused(engine: Engine) -> None:
     """The names of the others are not told."""
     names = {1: "unknown", 2: "bad\n", 3: ""}
-    recorder = Recorder([asking(i, [1, 2], 2, name) for i, name in names.items()])
-    with running(recorder, engine, params=params_of(OverlapScheduler.OFF, {"bad": raises})):
-        recorder.wait_for_finals(*names)
+    recorder = serve(
+        [asking(i, [1, 2], 2, name) for i, name in names.items()],
+        engine,
+        params=params_of(OverlapScheduler.OFF, {"bad": raises}),
+    )
     for i, shown in ((1, "'unknown'"), (2, "'bad\\n'")):
         error = recorder.responses[i][-1][2]
         assert error == (
@@ -408,10 +416,8 @@ def test_processor_with_beams_is_refused() -> None:
 
 
 def test_processor_is_refused_by_an_engine_without_logits_and_by_v1() -> None:
-    recorder = Recorder([asking(1, [1], 2, "bad")])
     params = params_of(OverlapScheduler.OFF, {"bad": raises})
-    with running(recorder, CountingEngine(), params=params):
-        recorder.wait_for_finals(1)
+    recorder = serve([asking(1, [1], 2, "bad")], CountingEngine(), params=params)
     assert "has no logits processor of that name" in recorder.responses[1][-1][2]
     with (
         pytest.raises(ConfigurationError, match="not available with gpt_model_type V1"),

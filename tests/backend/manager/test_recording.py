@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.manager_harness import MAX_UTILIZATION, Recorder, fail_once, request, running
+from support.manager_harness import MAX_UTILIZATION, Recorder, fail_once, request, running, serve
 from support.recorder_worlds import TextSink, read
 from support.triton_stub import CountedStep, CountingEngine
 
@@ -65,9 +65,7 @@ def test_stops_errors_and_failed_steps_replay_identically(tmp_path: Path) -> Non
         recorder.stops.add(i) if i % 7 == 0 and len(recorder.responses[i]) > 5 else None
     )
     engine = CountingEngine(num_blocks=20, before_step=fail_sometimes)
-    params = TrtGptModelOptionalParams(max_batch_size=8, record_file=str(path))
-    with running(recorder, engine, MAX_UTILIZATION, params=params):
-        recorder.wait_for_finals(*range(1, 81))
+    serve(recorder, engine, MAX_UTILIZATION, record_file=str(path))
     result = replay_file(path)
     assert result.num_requests == 80
     assert result.num_pauses > 0
@@ -86,11 +84,13 @@ def test_no_token_of_a_prompt_or_an_answer_is_in_a_recording(tmp_path: Path) -> 
         for i, tokens in tokens_of.items()
     ]
     engine = CountingEngine(num_blocks=40, vocab_size=2**31 - 1)
-    params = TrtGptModelOptionalParams(
-        KvCacheConfig(enable_block_reuse=True), max_batch_size=8, record_file=str(path)
-    )
     recorder = Recorder(requests)
-    with running(recorder, engine, MAX_UTILIZATION, params=params) as manager:
+    with running(
+        recorder,
+        engine,
+        MAX_UTILIZATION,
+        record_file=str(path),
+    ) as manager:
         recorder.wait_for_finals(*tokens_of)
         ring = "".join(manager.recording().result())
     for i, tokens in tokens_of.items():
@@ -106,10 +106,13 @@ def test_what_if_follows_the_priorities_of_the_server(tmp_path: Path) -> None:
     """Urgent requests that came last start first, both measured and predicted."""
     path = tmp_path / "recording.jsonl"
     requests = [request(i, [i] * 8, 20, priority=float(i > 30)) for i in range(1, 41)]
-    params = TrtGptModelOptionalParams(max_batch_size=40, priority_span=50.0, record_file=str(path))
-    recorder = Recorder(requests)
-    with running(recorder, CountingEngine(num_blocks=40), params=params):
-        recorder.wait_for_finals(*range(1, 41))
+    serve(
+        requests,
+        CountingEngine(num_blocks=40),
+        max_batch_size=40,
+        priority_span=50.0,
+        record_file=str(path),
+    )
     with open_recording(path) as reader:
         settings, measured = reader.settings, _order_of_starts(reader)
     assert settings.priority_span == 50.0
@@ -140,15 +143,15 @@ def test_chunks_and_reuse_replay_identically(
     recorder.on_response = lambda i, is_final: (
         recorder.stops.add(i) if i % 5 == 0 and len(recorder.responses[i]) > 5 else None
     )
-    params = TrtGptModelOptionalParams(
-        max_batch_size=8,
+    engine = CountingEngine(num_blocks=50, max_num_tokens=48)
+    with running(
+        recorder,
+        engine,
+        policy,
         record_file=str(path),
         enable_chunked_context=True,
         context_chunk_unit=8,
-        kv_cache_config=KvCacheConfig(enable_block_reuse=True),
-    )
-    engine = CountingEngine(num_blocks=50, max_num_tokens=48)
-    with running(recorder, engine, policy, params=params) as manager:
+    ) as manager:
         recorder.wait_for_finals(*range(1, 61))
         stats = json.loads(manager.stats_json)
     result = replay_file(path)
@@ -163,17 +166,15 @@ def test_real_engine_with_a_quarter_of_the_blocks_replays_identically(tmp_path: 
     codec = TextCodec.load(DEMO_MODEL, None)
     assert codec is not None
     prompts = {i: codec.encode(f"{10 * i} {10 * i + 1}", 100) for i in range(1, 17)}
-    recorder = Recorder(
-        [request(i, prompt, 40, exclude_input_in_output=True) for i, prompt in prompts.items()]
-    )
-    params = TrtGptModelOptionalParams(
+    recorder = serve(
+        [request(i, prompt, 40, exclude_input_in_output=True) for i, prompt in prompts.items()],
+        DEMO_MODEL,
+        MAX_UTILIZATION,
         max_batch_size=16,
         record_file=str(path),
         kv_cache_config=KvCacheConfig(max_tokens=192, tokens_per_block=4),
         device="cpu",
     )
-    with running(recorder, DEMO_MODEL, MAX_UTILIZATION, params=params):
-        recorder.wait_for_finals(*prompts)
     for i, prompt in prompts.items():
         words = codec.decode(prompt + recorder.tokens(i)).split()[:-1]  # the last may be cut
         assert [int(word) for word in words] == list(range(10 * i, 10 * i + len(words)))
@@ -217,8 +218,7 @@ def test_failing_scheduler_is_recorded_as_no_decision(tmp_path: Path) -> None:
     path = tmp_path / "recording.jsonl"
     recorder = Recorder([request(1, [1], 5), request(2, [1], 5)])
 
-    params = TrtGptModelOptionalParams(max_batch_size=8, record_file=str(path))
-    with running(recorder, params=params) as manager:
+    with running(recorder, record_file=str(path)) as manager:
         recorder.wait_for_finals(1, 2)
         fail_once(manager._batcher._scheduler, "schedule_request", RuntimeError("once")).arm()
         recorder.pending = [request(3, [1], 5)]
@@ -299,9 +299,13 @@ def test_step_whose_requests_have_all_ended_replays(fault: str, has_drafts: bool
     recorder.on_response = lambda *_: (
         recorder.stops.add(1) if len(recorder.responses[1]) == 3 else None
     )
-    params = TrtGptModelOptionalParams(KvCacheConfig(enable_block_reuse=True), max_batch_size=4)
     engine = EngineThatFailsOnce(4, fault)
-    with running(recorder, engine, MAX_UTILIZATION, params=params) as manager:
+    with running(
+        recorder,
+        engine,
+        MAX_UTILIZATION,
+        max_batch_size=4,
+    ) as manager:
         recorder.wait_for_finals(1, 2, 3)
         text = "".join(manager.recording().result())
     assert recorder.tokens(1) == [21, 22, 23]
@@ -333,12 +337,14 @@ def test_prompt_of_a_step_that_ended_the_thread_is_not_cached(is_overlapped: boo
             recorder.pending += later
 
     recorder.on_response = send_later
-    params = TrtGptModelOptionalParams(
-        KvCacheConfig(enable_block_reuse=True), max_batch_size=4, enable_chunked_context=False
-    )
     engine = EngineThatLeavesOnce(max_num_tokens=24)
     engine.is_asynchronous = is_overlapped
-    with running(recorder, engine, params=params) as manager:
+    with running(
+        recorder,
+        engine,
+        max_batch_size=4,
+        enable_chunked_context=False,
+    ) as manager:
         recorder.wait_for_finals(1, 2, 3)
         text = "".join(manager.recording().result())
     assert recorder.tokens(2) == list(range(21, 27))

@@ -17,6 +17,7 @@ from support.manager_harness import (
     Recorder,
     request,
     running,
+    serve,
 )
 from support.triton_stub import CountedStep, CountingEngine, LostStep
 
@@ -24,7 +25,6 @@ from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.manager.parameters import (
     KvCacheConfig,
     OverlapScheduler,
-    TrtGptModelOptionalParams,
 )
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import PROCESSOR_FIELD
@@ -65,8 +65,7 @@ def test_step_behind_a_lost_one_fails_too() -> None:
         late.clear()
 
     engine = LosingEngine(1, before_step=arrive)
-    params = TrtGptModelOptionalParams(KvCacheConfig(enable_block_reuse=True), max_batch_size=4)
-    with running(recorder, engine, params=params) as manager:
+    with running(recorder, engine, max_batch_size=4) as manager:
         recorder.wait_for_finals(1, 2)
         assert engine.batches[1].context_chunks, "the second ran beside the first"
         for number in (1, 2):
@@ -85,10 +84,13 @@ def test_lost_step_of_an_ended_request_does_not_end_the_next_with_its_id() -> No
         else None
     )
     engine = LosingEngine(4, num_blocks=4)
-    params = TrtGptModelOptionalParams(
-        max_batch_size=4, logits_processors={"mine": lambda *_: None}
-    )
-    with running(recorder, engine, MAX_UTILIZATION, params=params) as manager:
+    with running(
+        recorder,
+        engine,
+        MAX_UTILIZATION,
+        max_batch_size=4,
+        logits_processors={"mine": lambda *_: None},
+    ) as manager:
         recorder.wait_for_finals(2)
         with recorder.done:
             recorder.done.wait_for(lambda: len(recorder.tokens(1)) == 6, 30)
@@ -200,13 +202,14 @@ def answers(
         max_seq_len=48,
         max_tokens_in_paged_kv_cache=num_tokens,
     )
-    recorder = Recorder(make_requests())
     params = {"overlap_scheduler": OverlapScheduler.OFF, **params}
-    options = TrtGptModelOptionalParams(
-        max_batch_size=8, kv_cache_config=KvCacheConfig(enable_block_reuse=reuse), **params
+    recorder = serve(
+        make_requests(),
+        Engine.load(folder, config),
+        policy,
+        kv_cache_config=KvCacheConfig(enable_block_reuse=reuse),
+        **params,
     )
-    with running(recorder, Engine.load(folder, config), policy, params=options):
-        recorder.wait_for_finals(*range(len(KINDS)))
     assert (recorder.stats[-1].get("Reused KV cache blocks", 0) > 0) == reuse
     num_paused = max(stats["Paused Requests"] for stats in recorder.stats)
     return [recorder.tokens(i) for i in range(len(KINDS))], num_paused

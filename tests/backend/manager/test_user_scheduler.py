@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.manager_harness import BOTH_LOOPS, WAIT, Recorder, request, running
+from support.manager_harness import BOTH_LOOPS, WAIT, Recorder, request, running, serve
 from support.triton_stub import CountingEngine
 from support.user_schedulers import (
     AsksForMore,
@@ -46,7 +46,6 @@ from support.user_schedulers import (
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.batcher import Batcher
 from inflight_backend.manager.parameters import (
-    KvCacheConfig,
     OverlapScheduler,
     TrtGptModelOptionalParams,
 )
@@ -76,8 +75,7 @@ def test_user_scheduler_decides() -> None:
     finished: list[int] = []
     recorder.on_response = lambda i, is_final: finished.append(i) if is_final else None
     engine = CountingEngine()
-    with running(recorder, engine, params=params_for(OneAtATime)):
-        recorder.wait_for_finals(*range(1, 6))
+    serve(recorder, engine, params=params_for(OneAtATime))
     assert finished == [5, 4, 3, 2, 1]
     assert max(len(b.context_chunks) + len(b.generation_slots) for b in engine.batches) == 1
 
@@ -86,14 +84,12 @@ def test_user_scheduler_decides() -> None:
 def test_user_scheduler_may_change_the_list_it_is_given(
     overlap: OverlapScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Recorder([request(i, [100 * i], 30 - i) for i in range(1, 7)])
     engine = CountingEngine()
     params = replace(
         params_for(TakesOut),
         overlap_scheduler=overlap,
     )
-    with running(recorder, engine, params=params):
-        recorder.wait_for_finals(*range(1, 7))
+    serve([request(i, [100 * i], 30 - i) for i in range(1, 7)], engine, params=params)
     assert "takes over" not in caplog.text
     assert max(len(b.context_chunks) + len(b.generation_slots) for b in engine.batches) == 3
 
@@ -139,10 +135,12 @@ def test_bad_scheduler_is_overruled_with_one_warning(
 def test_message_of_our_own_error_in_a_user_scheduler_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    recorder = Recorder([request(1, [7] * 30, 3), request(2, [8], 3)])
     params = replace(params_for(WholeContexts), enable_chunked_context=True)
-    with running(recorder, CountingEngine(max_num_tokens=16), params=params):
-        recorder.wait_for_finals(1, 2)
+    serve(
+        [request(1, [7] * 30, 3), request(2, [8], 3)],
+        CountingEngine(max_num_tokens=16),
+        params=params,
+    )
     (warning,) = [record for record in caplog.records if "takes over" in record.message]
     assert "request 1: a context of 30 tokens exceeds max_num_tokens=16" in warning.message
     assert "micro_batch.py" in (warning.exc_text or "")
@@ -156,15 +154,14 @@ def test_user_scheduler_that_pauses_requests_with_shared_blocks_counts_right(
     prompts = {
         i: [7] * 12 * (i % 3 == 0) + list(range(50 * i, 50 * i + 5 + i)) for i in range(1, 15)
     }
-    recorder = Recorder([request(i, prompt, 20) for i, prompt in prompts.items()])
     params = replace(
         params_for(LeastServed),
-        kv_cache_config=KvCacheConfig(enable_block_reuse=True),
         overlap_scheduler=overlap,
     )
     engine = CountingEngine(num_blocks=24, tokens_per_block=4, max_num_tokens=64)
-    with running(recorder, engine, params=params):
-        recorder.wait_for_finals(*prompts)
+    recorder = serve(
+        [request(i, prompt, 20) for i, prompt in prompts.items()], engine, params=params
+    )
     for i, prompt in prompts.items():
         assert recorder.tokens(i) == list(range(prompt[-1] + 1, prompt[-1] + 21))
     assert "takes over" not in caplog.text
