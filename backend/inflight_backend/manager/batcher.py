@@ -11,8 +11,9 @@ counted as `Empty Generation Slots`.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -134,8 +135,18 @@ def load_engine(
     # On a thread that ends before any step runs: OpenMP keeps helpers for each thread that has
     # computed, and if they outnumber the cores it ignores ``GOMP_SPINCOUNT``, so that none of them
     # spins for more work before it sleeps.
-    with ThreadPoolExecutor(1, "load") as pool:
-        engine = pool.submit(Engine.load, Path(model), config, on_progress).result()
+    loaded: Future[Engine] = Future()
+
+    def load() -> None:
+        try:
+            loaded.set_result(Engine.load(Path(model), config, on_progress))
+        except BaseException as error:  # raised by the thread that waits
+            loaded.set_exception(error)
+
+    thread = threading.Thread(target=load, name="load", daemon=True)
+    thread.start()
+    engine = loaded.result()
+    thread.join()
     check_pool(Path(model), engine)
     return engine
 

@@ -15,7 +15,7 @@ client id; one with three, as before 0.10, no stream. If it is a class, each req
 instance, made when its first token is sampled.
 
 It runs on the loop's thread, before all other changes of the logits. A tensor that it returns
-replaces the one it got. If it raises, only its own request ends with an error: its row becomes NaN,
+replaces its argument. If it raises, only its own request ends with an error: its row becomes NaN,
 from which nothing is sampled. A token sampled after the last one of an answer is dropped, so a
 processor with state may be called once more than there are tokens.
 """

@@ -201,18 +201,6 @@ def test_blocks_or_slot_that_were_not_released_are_repaired_when_idle(
     assert caplog.text.count(REPAIRED) == 1
 
 
-def test_idle_loop_that_lost_nothing_keeps_its_batcher(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    recorder = Recorder([request(i, [100 * i], 9) for i in range(1, 5)])
-    with running(recorder) as manager:
-        batcher = manager._batcher
-        recorder.wait_for_finals(1, 2, 3, 4)
-        assert when_idle(manager) is batcher
-        assert repairs_of(manager) == 0
-    assert REPAIRED not in caplog.text
-
-
 def test_full_check_runs_once_a_minute() -> None:
     """The counts agree, the tables do not."""
     now = 1000.0

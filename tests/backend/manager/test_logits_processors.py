@@ -6,29 +6,29 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.checkpoints import VOCAB_SIZE, oracle_logits, oracle_tokens, write_checkpoint
+from support.checkpoints import VOCAB_SIZE, oracle_logits, oracle_tokens
 from support.manager_harness import (
     BOTH_LOOPS,
     GUARANTEED,
     MAX_UTILIZATION,
+    EditingEngine,
     Recorder,
     request,
     running,
     serve,
+    small_engine,
 )
 from support.triton_stub import CountingEngine
 from transformers import AutoTokenizer
 
-from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.errors import ConfigurationError, InvalidRequest
+from inflight_backend.engine import Engine
+from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.logits_processors import (
-    ActiveProcessors,
     check_logits_processors,
     find_logits_processors,
 )
@@ -39,7 +39,6 @@ from inflight_backend.manager.parameters import (
 )
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import PROCESSOR_FIELD
-from inflight_scheduler import TrtGptModelType
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
@@ -106,32 +105,14 @@ def late(_: int, logits: torch.Tensor, tokens: Tokens, __: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return write_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def engine(folder: Path) -> Engine:
-    return make_engine(folder, 512)
+    return small_engine(folder, 512, max_batch_size=4)
 
 
 def asking(
     request_id: int, prompt: Sequence[int], num_new: int, name: str, **values: Any
 ) -> InferenceRequest:
     return request(request_id, prompt, num_new, **{PROCESSOR_FIELD: name, **values})
-
-
-def make_engine(folder: Path, num_tokens: int) -> Engine:
-    config = EngineConfig(
-        device="cpu",
-        max_batch_size=4,
-        tokens_per_block=4,
-        max_num_tokens=32,
-        max_seq_len=32,
-        max_tokens_in_paged_kv_cache=num_tokens,
-    )
-    return Engine.load(folder, config)
 
 
 def params_of(
@@ -158,7 +139,9 @@ def test_processor_gets_the_text_so_far_and_changes_what_is_sampled(
     processor = OnlyHigher()
     params = params_of(overlap, {"only-higher": processor}, has_chunks=is_scarce)
     engine, policy = (
-        (make_engine(folder, 40), MAX_UTILIZATION) if is_scarce else (engine, GUARANTEED)
+        (small_engine(folder, 40, max_batch_size=4), MAX_UTILIZATION)
+        if is_scarce
+        else (engine, GUARANTEED)
     )
     recorder = serve(
         [
@@ -177,33 +160,6 @@ def test_processor_gets_the_text_so_far_and_changes_what_is_sampled(
         wanted = [prompts[i] + answer[:n] for n in range(NUM_NEW)]
         assert [text for n, text in enumerate(processor.shown[i]) if n < NUM_NEW] == wanted
     assert 3 not in processor.shown
-
-
-def page_module(number: int) -> tuple[types.ModuleType, str]:
-    """A code block of docs/sampling.md as a module, and the page."""
-    page = (Path(__file__).parents[3] / "docs/sampling.md").read_text(encoding="utf-8")
-    code = re.findall("```python\n(.*?)```", page, re.DOTALL)[number]
-    module = types.ModuleType("my_module")
-    exec(compile(code, "docs/sampling.md", "exec"), module.__dict__)
-    return module, page
-
-
-def test_processors_of_the_documentation_work(
-    folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first code block of docs/sampling.md, named in the setting."""
-    module, page = page_module(0)
-    monkeypatch.setitem(sys.modules, "my_module", module)
-    setting = page.partition("--set logits_processors=")[2].partition("\n")[0]
-    names = dict(enumerate(["no-double", "digits"], start=1))
-    params = params_of(OverlapScheduler.OFF, find_logits_processors(setting))
-    recorder = serve(
-        [asking(i, PROMPT, NUM_NEW, n) for i, n in names.items()], engine, params=params
-    )
-    tokens = PROMPT[-1:] + recorder.tokens(1)
-    assert all(one != other for one, other in pairwise(tokens))
-    assert set(recorder.tokens(2)) <= set(range(19, 29))
-    assert recorder.tokens(2) != oracle_tokens(folder, PROMPT, NUM_NEW)
 
 
 class Phrase:
@@ -251,7 +207,10 @@ def test_published_processors_run_as_the_documentation_shows(
     vars(zoo)["__getattr__"] = published
     monkeypatch.setitem(sys.modules, zoo.__name__, zoo)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", {"my_checkpoint": "the tokenizer"}.get)
-    module, _ = page_module(1)
+    page = (Path(__file__).parents[3] / "docs/sampling.md").read_text(encoding="utf-8")
+    code = re.findall("```python\n(.*?)```", page, re.DOTALL)[1]
+    module = types.ModuleType("my_module")
+    exec(compile(code, "docs/sampling.md", "exec"), module.__dict__)
     processors = {"phrase": module.LastPhrase, "no-repeat": module.NoRepeat}
     names = {1: "phrase", 2: "no-repeat", 3: ""}
     liked = [100.0 * (token == 33) for token in range(VOCAB_SIZE)]
@@ -388,42 +347,25 @@ def test_processor_that_fails_behind_the_last_token_fails_no_request(
     assert recorder.tokens(1) == answer[:3]
 
 
-def test_unknown_processor_is_refused(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("engine_class", "name", "values", "message"),
+    [
+        (EditingEngine, "unknown", {}, "names 'unknown', and this server has no logits processor"),
+        (EditingEngine, "bad\n", {}, "names 'bad\\n', and this server has no logits processor"),
+        (CountingEngine, "bad", {}, "names 'bad', and this server has no logits processor"),
+        (EditingEngine, "bad", {"beam_width": 2}, "cannot go with a 'beam_width' above 1"),
+        (EditingEngine, "", {}, ""),
+    ],
+)
+def test_processor_that_cannot_be_used_is_refused(
+    engine_class: type[CountingEngine], name: str, values: dict[str, Any], message: str
+) -> None:
     """The names of the others are not told."""
-    names = {1: "unknown", 2: "bad\n", 3: ""}
-    recorder = serve(
-        [asking(i, [1, 2], 2, name) for i, name in names.items()],
-        engine,
-        params=params_of(OverlapScheduler.OFF, {"bad": raises}),
-    )
-    for i, shown in ((1, "'unknown'"), (2, "'bad\\n'")):
-        error = recorder.responses[i][-1][2]
-        assert error == (
-            f"'{PROCESSOR_FIELD}' names {shown}, and this server has no logits processor "
-            "of that name; leave it out"
-        )
-    assert len(recorder.tokens(3)) == 2
-
-
-def test_processor_with_beams_is_refused() -> None:
-    processors = ActiveProcessors({"bad": raises})
-    values: dict[str, Any] = {PROCESSOR_FIELD: "bad"}
-    processors.check(InferenceRequest.from_tokens(1, [1], 2, beam_width=1, **values))
-    with pytest.raises(
-        InvalidRequest, match=f"'{PROCESSOR_FIELD}' cannot go with a 'beam_width' above 1"
-    ):
-        processors.check(InferenceRequest.from_tokens(1, [1], 2, beam_width=2, **values))
-
-
-def test_processor_is_refused_by_an_engine_without_logits_and_by_v1() -> None:
-    params = params_of(OverlapScheduler.OFF, {"bad": raises})
-    recorder = serve([asking(1, [1], 2, "bad")], CountingEngine(), params=params)
-    assert "has no logits processor of that name" in recorder.responses[1][-1][2]
-    with (
-        pytest.raises(ConfigurationError, match="not available with gpt_model_type V1"),
-        running(Recorder(), CountingEngine(), params=params, model_type=TrtGptModelType.V1),
-    ):
-        pass
+    asked = asking(1, [1, 2], 2, name, **values)
+    recorder = serve([asked], engine_class(), logits_processors={"bad": raises})
+    error = recorder.responses[1][-1][2]
+    assert error.startswith(f"'{PROCESSOR_FIELD}' {message}" if message else "")
+    assert (error == "") == (message == "")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.checkpoints import write_checkpoint
 from support.manager_harness import (
     GUARANTEED,
     LOOP_FAILED,
@@ -18,10 +16,10 @@ from support.manager_harness import (
     request,
     running,
     serve,
+    small_engine,
 )
 from support.triton_stub import CountedStep, CountingEngine, LostStep
 
-from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.manager.parameters import (
     KvCacheConfig,
     OverlapScheduler,
@@ -76,13 +74,9 @@ def test_step_behind_a_lost_one_fails_too() -> None:
 def test_lost_step_of_an_ended_request_does_not_end_the_next_with_its_id() -> None:
     """Request 1 ends while that step runs; a second one with its id waits for blocks."""
     values: dict[str, Any] = {PROCESSOR_FIELD: "mine"}
-    later = [request(1, range(289, 301), 4, **values)]
+    later = request(1, range(289, 301), 4, **values)
     recorder = Recorder([request(1, [20], 9, end_id=23), request(2, range(97, 101), 12)])
-    recorder.on_response = lambda request_id, is_final: (
-        recorder.pending.append(later.pop())
-        if later and (request_id, is_final) == (1, True)
-        else None
-    )
+    recorder.when(1, 3, lambda: recorder.pending.append(later))  # its final response
     engine = LosingEngine(4, num_blocks=4)
     with running(
         recorder,
@@ -180,12 +174,6 @@ def make_requests() -> list[InferenceRequest]:
     ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return write_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
 def answers(
     folder: Path,
     policy: CapacitySchedulerPolicy = GUARANTEED,
@@ -194,18 +182,10 @@ def answers(
     **params: Any,
 ) -> tuple[list[list[int]], int]:
     """The answer to each kind, and the largest number of paused requests."""
-    config = EngineConfig(
-        device="cpu",
-        max_batch_size=8,
-        tokens_per_block=4,
-        max_num_tokens=48,
-        max_seq_len=48,
-        max_tokens_in_paged_kv_cache=num_tokens,
-    )
     params = {"overlap_scheduler": OverlapScheduler.OFF, **params}
     recorder = serve(
         make_requests(),
-        Engine.load(folder, config),
+        small_engine(folder, num_tokens, max_num_tokens=48, max_seq_len=48),
         policy,
         kv_cache_config=KvCacheConfig(enable_block_reuse=reuse),
         **params,

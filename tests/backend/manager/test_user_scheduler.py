@@ -29,7 +29,6 @@ from support.user_schedulers import (
     Interrupts,
     Invents,
     Lazy,
-    LeastServed,
     OneAtATime,
     OwnParts,
     PausesAll,
@@ -70,25 +69,11 @@ def params_for(scheduler: type) -> TrtGptModelOptionalParams:
     )
 
 
-def test_user_scheduler_decides() -> None:
-    recorder = Recorder([request(i, [100 * i], 30 - i) for i in range(1, 6)])
-    finished: list[int] = []
-    recorder.on_response = lambda i, is_final: finished.append(i) if is_final else None
-    engine = CountingEngine()
-    serve(recorder, engine, params=params_for(OneAtATime))
-    assert finished == [5, 4, 3, 2, 1]
-    assert max(len(b.context_chunks) + len(b.generation_slots) for b in engine.batches) == 1
-
-
 @BOTH_LOOPS
 def test_user_scheduler_may_change_the_list_it_is_given(
     overlap: OverlapScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = CountingEngine()
-    params = replace(
-        params_for(TakesOut),
-        overlap_scheduler=overlap,
-    )
+    engine, params = CountingEngine(), replace(params_for(TakesOut), overlap_scheduler=overlap)
     serve([request(i, [100 * i], 30 - i) for i in range(1, 7)], engine, params=params)
     assert "takes over" not in caplog.text
     assert max(len(b.context_chunks) + len(b.generation_slots) for b in engine.batches) == 3
@@ -146,29 +131,6 @@ def test_message_of_our_own_error_in_a_user_scheduler_is_logged(
     assert "micro_batch.py" in (warning.exc_text or "")
 
 
-@BOTH_LOOPS
-def test_user_scheduler_that_pauses_requests_with_shared_blocks_counts_right(
-    overlap: OverlapScheduler, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With the `BlockForecast` of the documentation no decision is refused."""
-    prompts = {
-        i: [7] * 12 * (i % 3 == 0) + list(range(50 * i, 50 * i + 5 + i)) for i in range(1, 15)
-    }
-    params = replace(
-        params_for(LeastServed),
-        overlap_scheduler=overlap,
-    )
-    engine = CountingEngine(num_blocks=24, tokens_per_block=4, max_num_tokens=64)
-    recorder = serve(
-        [request(i, prompt, 20) for i, prompt in prompts.items()], engine, params=params
-    )
-    for i, prompt in prompts.items():
-        assert recorder.tokens(i) == list(range(prompt[-1] + 1, prompt[-1] + 21))
-    assert "takes over" not in caplog.text
-    assert max(stats["Paused Requests"] for stats in recorder.stats) > 0
-    assert recorder.stats[-1]["Reused KV cache blocks"] > 0
-
-
 def test_docs_name_existing_members() -> None:
     page = (Path(__file__).parents[3] / "docs/scheduling.md").read_text(encoding="utf-8")
     table, _, books = page.partition("| member of the block manager |")[2].partition(
@@ -189,11 +151,7 @@ def record_with(scheduler: type, path: Path) -> dict[str, Any]:
     engine = CountingEngine(num_blocks=20, tokens_per_block=4)
     answers: list[Future[dict[str, Any]]] = []
     with running(recorder, engine, params=params) as manager:
-        recorder.on_response = lambda i, is_final: (
-            answers.append(manager.why(2))
-            if i == 1 and not answers and len(recorder.tokens(1)) > 2
-            else None
-        )
+        recorder.when(1, 3, lambda: answers.append(manager.why(2)))
         recorder.pending = [request(i, [100 * i], 30 + i) for i in range(1, 4)]
         recorder.wait_for_finals(1, 2, 3)
     return answers[0].result(WAIT)
@@ -205,15 +163,18 @@ def reasons_in(path: Path) -> set[str]:
     return {each.first_reason for lane in lanes for each in lane.intervals if each.first_reason}
 
 
-def test_request_that_is_left_out_is_told_the_numbers(tmp_path: Path) -> None:
-    """By `why`, and in a timeline, which does not need the class."""
-    answer = record_with(OneAtATime, tmp_path / "r.jsonl")
-    text = "left out by the scheduler OneAtATime: needs 1 KV blocks, free 19; 1 of 8 places"
+@pytest.mark.parametrize("scheduler", [OneAtATime, FirstOne])
+def test_request_that_is_left_out_is_told_the_numbers(scheduler: type, tmp_path: Path) -> None:
+    """By `why`, and in a timeline, which does not need the class. The name of a capacity scheduler
+    is its own, not that of what it is combined with."""
+    answer = record_with(scheduler, tmp_path / "r.jsonl")
+    name = f"left out by the scheduler {scheduler.__name__}"
+    text = f"{name}: needs 1 KV blocks, free 19; 1 of 8 places"
     assert answer["reason"].startswith(f"{text} and 1 of 256 tokens are taken")
     assert (answer["code"], answer["place"], answer["num_waiting"]) == ("left_out", 1, 2)
     assert (answer["needed"], answer["available"], answer["num_requests"]) == (1, 19, 1)
     reasons = reasons_in(tmp_path / "r.jsonl")
-    assert all(reason.startswith("left out by the scheduler OneAtATime") for reason in reasons)
+    assert all(reason.startswith(name) for reason in reasons)
     assert any(text in reason for reason in reasons)
 
 
@@ -308,14 +269,6 @@ def test_every_kind_of_scheduler_plugs_in(
     with open_recording(tmp_path / "r.jsonl") as reader:
         result = replay(reader, scheduler_maker(params.scheduler_class))
     assert result.divergence is None, str(result)
-
-
-def test_capacity_scheduler_is_reported_by_its_name(tmp_path: Path) -> None:
-    """Not by that of what it is combined with."""
-    answer = record_with(FirstOne, tmp_path / "r.jsonl")
-    text = "left out by the scheduler FirstOne"
-    assert answer["reason"].startswith(text)
-    assert all(reason.startswith(text) for reason in reasons_in(tmp_path / "r.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
-from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running, serve
+from support.checkpoints import VOCAB_SIZE, load_oracle
+from support.manager_harness import (
+    GUARANTEED,
+    MAX_UTILIZATION,
+    Recorder,
+    request,
+    running,
+    serve,
+    small_engine,
+)
 from support.triton_stub import CountingEngine
 
-from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CapacityText, InvalidRequest
 from inflight_backend.manager import output_gatherer
 from inflight_backend.manager.step_loop import OverlapScheduler
@@ -26,33 +33,6 @@ from inflight_scheduler import CapacitySchedulerPolicy
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
 NUM_NEW = 9
 MAX_ROWS = MAX_LOGITS_BYTES // (4 * 32000)
-
-
-class TensorRecorder(Recorder):
-    """Keeps every tensor of every response."""
-
-    def joined(self, request_id: int, name: str) -> Any:
-        return np.concatenate([sent[name] for sent in self.named_tensors[request_id]], axis=2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return write_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
-def make_engine(folder: Path, num_tokens: int = 1024, **more: Any) -> Engine:
-    return Engine.load(
-        folder,
-        EngineConfig(
-            device="cpu",
-            max_batch_size=8,
-            tokens_per_block=4,
-            **{"max_num_tokens": 64, **more},
-            max_seq_len=64,
-            max_tokens_in_paged_kv_cache=num_tokens,
-        ),
-    )
 
 
 @torch.inference_mode()
@@ -86,7 +66,7 @@ def test_logits_are_those_of_transformers(
     prompts = {i: PROMPT[i:] for i in range(1, 5)}
     wants = {"return_log_probs": True, "return_log_prob_ranks": True}
     wants |= {"return_generation_logits": True}
-    recorder = TensorRecorder(
+    recorder = Recorder(
         [
             request(
                 i,
@@ -106,7 +86,7 @@ def test_logits_are_those_of_transformers(
     )
     serve(
         recorder,
-        make_engine(folder, num_tokens),
+        small_engine(folder, num_tokens),
         policy,
         enable_chunked_context=has_chunks,
         overlap_scheduler=overlap,
@@ -169,13 +149,13 @@ def test_normalized_log_probs_are_those_of_what_could_be_drawn(folder: Path) -> 
         "return_log_prob_ranks": True,
         "exclude_input_in_output": True,
     }
-    recorder = TensorRecorder(
+    recorder = Recorder(
         [
             request(i, PROMPT, NUM_NEW, seed=i, **drawn, **wants)
             for i, (drawn, _) in enumerate(FILTERS)
         ]
     )
-    serve(recorder, make_engine(folder, normalize_log_probs=True))
+    serve(recorder, small_engine(folder, normalize_log_probs=True))
     for i, (_, filters) in enumerate(FILTERS):
         answer = recorder.tokens(i)
         _, logits = oracle(folder, PROMPT, answer)
@@ -198,10 +178,10 @@ def test_normalized_log_probs_are_those_of_what_could_be_drawn(folder: Path) -> 
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
-def test_who_is_stopped_in_the_prompt_gets_the_logits_so_far(folder: Path, num_steps: int) -> None:
+def test_request_stopped_in_its_prompt_gets_the_logits_so_far(folder: Path, num_steps: int) -> None:
     prompt = (PROMPT * 3)[:40]
     wants = {"return_context_logits": True, "return_log_probs": True}
-    recorder = TensorRecorder([request(1, prompt, NUM_NEW, **wants)])
+    recorder = Recorder([request(1, prompt, NUM_NEW, **wants)])
     recorder.stops = {1} if num_steps == 1 else set()  # asked for after a step
 
     def count(text: str) -> None:
@@ -210,7 +190,7 @@ def test_who_is_stopped_in_the_prompt_gets_the_logits_so_far(folder: Path, num_s
             recorder.stops = {1}
 
     recorder.return_stats = count  # type: ignore[method-assign]
-    serve(recorder, make_engine(folder, max_num_tokens=8), enable_chunked_context=True)
+    serve(recorder, small_engine(folder, max_num_tokens=8), enable_chunked_context=True)
     [sent] = recorder.named_tensors[1]
     assert sent["finish_reason"].item() == b"cancelled"
     logits = sent["context_logits"]
@@ -240,8 +220,8 @@ def test_numbers_and_times(folder: Path) -> None:
         "return_num_output_tokens": True,
     }
     before = time.monotonic_ns()
-    recorder = TensorRecorder([request(1, PROMPT, 6, **wants), request(2, [9], 2)])
-    with running(recorder, make_engine(folder)) as manager:
+    recorder = Recorder([request(1, PROMPT, 6, **wants), request(2, [9], 2)])
+    with running(recorder, small_engine(folder)) as manager:
         recorder.wait_for_finals(1, 2)
         recorder.pending.append(request(3, PROMPT, 6, streaming=False, **wants))
         manager.wake()
@@ -271,10 +251,10 @@ def test_numbers_and_times(folder: Path) -> None:
     assert [second[name].item() for name in names] == [2, 4, 2], "as the peer's CI expects them"
 
 
-def test_what_came_first_stays_first_whatever_is_paused(folder: Path) -> None:
+def test_first_times_survive_a_pause(folder: Path) -> None:
     requests = [request(i, PROMPT[i:], NUM_NEW, return_perf_metrics=True) for i in range(4)]
-    recorder = TensorRecorder(requests)
-    serve(recorder, make_engine(folder, 64), MAX_UTILIZATION)
+    recorder = Recorder(requests)
+    serve(recorder, small_engine(folder, 64), MAX_UTILIZATION)
     assert max(stats["Paused Requests"] for stats in recorder.stats) > 0
     for i in range(4):
         responses = recorder.named_tensors[i]
@@ -286,8 +266,8 @@ def test_what_came_first_stays_first_whatever_is_paused(folder: Path) -> None:
 
 
 def test_an_end_id_leaves_its_row_out(folder: Path) -> None:
-    recorder = TensorRecorder([request(1, PROMPT, 6, return_log_probs=True)])
-    with running(recorder, make_engine(folder)) as manager:
+    recorder = Recorder([request(1, PROMPT, 6, return_log_probs=True)])
+    with running(recorder, small_engine(folder)) as manager:
         recorder.wait_for_finals(1)
         end_id = recorder.tokens(1)[3]
         recorder.pending.append(request(2, PROMPT, 6, return_log_probs=True, end_id=end_id))
@@ -300,8 +280,8 @@ def test_an_end_id_leaves_its_row_out(folder: Path) -> None:
     np.testing.assert_allclose(shorter, longer[:, :, :num_tokens], atol=1e-5)
 
 
-def test_what_cannot_be_told_is_refused() -> None:
-    recorder = TensorRecorder([request(1, [1], 3, return_generation_logits=True)])
+def test_output_that_the_engine_lacks_is_refused() -> None:
+    recorder = Recorder([request(1, [1], 3, return_generation_logits=True)])
     serve(recorder, CountingEngine())
     assert (
         "'return_generation_logits' is not supported by the engine" in recorder.responses[1][0][2]
@@ -337,14 +317,14 @@ def test_logits_of_all_active_requests_share_one_room(
     limit = 4 * VOCAB_SIZE * (len(PROMPT) + NUM_NEW)
     monkeypatch.setattr(output_gatherer, "MAX_LOGITS_BYTES", limit)
     both = {"return_context_logits": True, "return_generation_logits": True}
-    recorder = TensorRecorder(
+    recorder = Recorder(
         [
             request(1, PROMPT, NUM_NEW, **both),
             request(2, PROMPT, 1, return_generation_logits=True),
             request(3, PROMPT, NUM_NEW, return_log_probs=True),
         ]
     )
-    with running(recorder, make_engine(folder)) as manager:
+    with running(recorder, small_engine(folder)) as manager:
         recorder.wait_for_finals(1, 2, 3)
         recorder.pending.append(request(4, PROMPT, NUM_NEW, **both))
         manager.wake()
