@@ -122,8 +122,8 @@ def plain(engine: Any) -> Recorder:
 def check_same(answers: Recorder, plain: Recorder) -> None:
     for number in plain.responses:
         assert answers.tokens(number) == plain.tokens(number)
-        log_probs = [each.joined(number, "output_log_probs") for each in (answers, plain)]
-        np.testing.assert_allclose(*log_probs, atol=1e-4)
+        found = answers.joined(number, "output_log_probs")
+        np.testing.assert_allclose(found, plain.joined(number, "output_log_probs"), atol=1e-4)
 
 
 @pytest.mark.fast(2)
