@@ -161,7 +161,7 @@ class RecordedWorld:
     def _run_overlapped(
         self, batch: ScheduledBatch, fault: str
     ) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """As `OverlappedSteps.turn`."""
+        """As `StepLoop.run_once`."""
         planner = self.planner
         before, self.running = self.running, None
         has_failed = fault == "failed" and not batch.is_empty
@@ -228,7 +228,7 @@ class EngineSearchingWorld(RecordedWorld):
 class SearchingWorld(RecordedWorld):
     """Every request searches with 1 to 3 beams, or fewer where these do not fit.
 
-    As in `OverlappedSteps` a step of searches is settled before the next decision, in an iteration
+    As in `StepLoop` a step of searches is settled before the next decision, in an iteration
     of its own if it ends somebody.
     """
 

@@ -1,7 +1,8 @@
-"""Bad input: each error names the field and the bound. Numbers are those of the acceptance list."""
+"""From tensors to a request: values arrive, and each error names the field and the bound."""
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,9 @@ from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import DEFAULT_MAX_TOKENS, RequestLimits, validate
 from inflight_protocol.tensors import make_inputs
-from inflight_scheduler import BeamSearch
+from inflight_scheduler import BeamSearch, LlmRequest
 
+TIMES = ("max_queue_time_ms", "allotted_time_ms")
 LIMITS = RequestLimits(
     vocab_size=100,
     max_input_len=20,
@@ -26,11 +28,20 @@ LIMITS = RequestLimits(
 )
 
 
-def error_of(kind: type[InvalidRequest] = InvalidRequest, /, **values: Any) -> str:
+def validated(**values: Any) -> LlmRequest:
+    """The request of plain ``values``; None leaves one of the two required ones out."""
+    return validate(request_of(**values), LIMITS)
+
+
+def request_of(**values: Any) -> InferenceRequest:
     tensors = {"input_ids": [1, 2], "request_output_len": 4, **values}
-    tensors = {name: value for name, value in tensors.items() if value is not None}
+    sent = {name: value for name, value in tensors.items() if value is not None}
+    return InferenceRequest(1, make_inputs(sent))
+
+
+def error_of(kind: type[InvalidRequest] = InvalidRequest, /, **values: Any) -> str:
     with pytest.raises(kind) as caught:
-        validate(InferenceRequest(1, make_inputs(tensors)), LIMITS)
+        validated(**values)
     assert type(caught.value) is kind
     return str(caught.value)
 
@@ -55,14 +66,6 @@ def error_of(kind: type[InvalidRequest] = InvalidRequest, /, **values: Any) -> s
         ({"random_seed": 1, "seed": 1}, "'random_seed' is given twice (also as 'seed')"),
         ({"input_lengths": 3}, "'input_lengths' is 3, outside 1..2"),
         ({"input_lengths": 0}, "'input_lengths' is 0, outside 1..2"),
-        ({"temperature": float("nan")}, "'temperature' is nan"),  # 21
-        ({"temperature": float("inf")}, "'temperature' is inf"),
-        ({"temperature": -0.5}, "'temperature' is -0.5; it must be a finite number, at least 0"),
-        ({"runtime_top_p": 1.0001}, "'runtime_top_p' is 1.0001"),  # 23
-        ({"runtime_top_p": float("nan")}, "'runtime_top_p' is nan"),
-        ({"runtime_top_k": -1}, "'runtime_top_k' is -1, outside 0.."),  # 24
-        ({"min_length": 5}, "'min_length' is 5, outside 0..4"),  # 26
-        ({"min_tokens": -1}, "'min_tokens' is -1"),
         ({"pad_id": -2}, "'pad_id' is -2"),
         ({"beam_width": 2}, "'beam_width' is 2, more than max_beam_width = 1; ask for less"),  # 27
         ({"beam_width": 0}, "'beam_width' is 0, outside 1.."),
@@ -73,20 +76,25 @@ def error_of(kind: type[InvalidRequest] = InvalidRequest, /, **values: Any) -> s
         ({"draft_input_ids": [3, 100]}, "'draft_input_ids' holds 100, outside the vocabulary"),
         ({"draft_input_ids": [-1]}, "'draft_input_ids' holds -1, outside the vocabulary"),
         ({"guided_decoding_guide_type": "json"}, "'guided_decoding_guide_type' needs an 'end_id'"),
-        ({"stop_token_ids": [5, -2]}, "'stop_token_ids' holds -2, outside the vocabulary 0.."),
-        ({"stop_token_ids": [10**6]}, "'stop_token_ids' holds 1000000, outside the vocabulary"),
-        ({"stop_token_ids": [5] * 129}, "'stop_token_ids' holds 129 ids, more than 128"),
         ({"num_top_log_probs": 21}, "'num_top_log_probs' is 21, outside 0..20"),
         ({"num_top_log_probs": -1}, "'num_top_log_probs' is -1, outside 0..20"),
+        ({"priority": 1.5}, "'priority' is 1.5; it must be a finite number, 0..1"),
+        ({"priority": -0.001}, "'priority' is -0.001; it must be a finite number, 0..1"),
+        ({"priority": float("nan")}, "'priority' is nan"),
+        ({"cache_salt": ""}, "'cache_salt' has 0 bytes, outside 1..256"),
+        ({"cache_salt": "é" * 129}, "'cache_salt' has 258 bytes, outside 1..256"),
+        ({"max_queue_time_ms": -1}, "'max_queue_time_ms' is -1, outside 1..2147483647"),
+        ({"max_queue_time_ms": 0}, "'max_queue_time_ms' is 0, outside 1..2147483647"),
+        ({"allotted_time_ms": 0}, "'allotted_time_ms' is 0, outside 1..2147483647"),
     ],
 )
-@pytest.mark.case(2, 4, 8, 9, 10, 12, 13, 14, 15, 16, 21, 23, 24, 26, 27, 31, 38)
+@pytest.mark.case(2, 4, 8, 9, 10, 12, 13, 14, 15, 16, 27, 31, 38, 44, 45)
 def test_refused_with_field_and_bound(values: dict[str, Any], message: str) -> None:
     assert message in error_of(**values)
 
 
 @pytest.mark.parametrize("penalty", [40.0, -40.0, 41.0, -41.0, 100.0, -100.0])
-def test_a_length_penalty_that_is_taken_weighs_the_longest_answer(penalty: float) -> None:
+def test_accepted_length_penalty_weighs_the_longest_answer(penalty: float) -> None:
     """What a score is divided by would else be too large for a number, or 0: the loop raised."""
     values = {"input_ids": [1], "beam_width": 2, "len_penalty": penalty}
     limits = replace(LIMITS, max_beam_width=2)
@@ -118,7 +126,9 @@ def test_a_length_penalty_that_is_taken_weighs_the_longest_answer(penalty: float
     ],
 )
 @pytest.mark.case(41)
-def test_what_is_not_there_is_unsupported(values: dict[str, Any], message: str) -> None:
+def test_feature_that_this_server_lacks_is_unsupported(
+    values: dict[str, Any], message: str
+) -> None:
     assert message in error_of(UnsupportedRequest, **values)
 
 
@@ -130,6 +140,7 @@ def test_what_is_not_there_is_unsupported(values: dict[str, Any], message: str) 
         ("temperature", np.ones((1, 2), np.float32), "'temperature' must hold one value, got 2"),
         ("input_ids", np.ones((2, 3), np.int32), "'input_ids' has shape [2, 3]"),  # 20
         ("input_ids", np.ones((1, 2, 2), np.int32), "'input_ids' has shape [1, 2, 2]"),  # 19
+        ("cache_salt", np.array([[b"a", b"b"]], np.object_), "'cache_salt' must hold one value"),
     ],
 )
 @pytest.mark.case(18, 19, 20)
@@ -158,35 +169,87 @@ def test_every_tensor_not_honoured_passes_with_its_neutral_value_only() -> None:
             assert validate(request, LIMITS).tokens == [1], spec.name
 
 
-@pytest.mark.contract("tensorrt_llm input", "pad_id min_tokens")
-@pytest.mark.case(30)
-def test_accepted_values_arrive() -> None:
-    request = InferenceRequest.from_tokens(
-        9,
-        [1, 2, 3, 4],
-        8,
-        is_streaming=True,
-        input_lengths=3,
-        temperature=0.5,
-        runtime_top_k=7,
-        runtime_top_p=0.25,
-        seed=2**64 - 1,
-        min_tokens=2,
+@pytest.mark.contract("tensorrt_llm input", "pad_id")
+@pytest.mark.case(11, 13)
+def test_values_arrive() -> None:
+    """Prompt and answer are as long as they may be."""
+    sent = request_of(
+        input_ids=[1] * 20 + [99],
+        input_lengths=20,
+        request_output_len=12,
         end_id=99,
         pad_id=0,
+        priority=0.25,
+        cache_salt="tenant ä",
+        max_queue_time_ms=1500,
+        allotted_time_ms=2**31 - 1,
     )
-    llm_request = validate(request, LIMITS)
-    assert llm_request.tokens == [1, 2, 3]
-    assert (llm_request.max_new_tokens, llm_request.end_id, llm_request.pad_id) == (8, 99, 0)
-    sampling = llm_request.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 7, 0.25)
-    assert (sampling.seed, sampling.min_length) == (-1, 2)  # the seed as a signed number
-    assert llm_request.is_streaming
+    came, llm_request = sent.created_ns / 1e9, validate(sent, LIMITS)
+    assert llm_request.tokens == [1] * 20
+    assert (llm_request.max_new_tokens, llm_request.end_id, llm_request.pad_id) == (12, 99, 0)
+    assert (llm_request.priority, llm_request.cache_salt) == (0.25, "tenant ä".encode())
+    deadlines = (llm_request.queue_deadline, llm_request.run_deadline)
+    assert deadlines == (came + 1.5, came + 2147483.647)
+
+
+@pytest.mark.case(17)
+def test_defaults() -> None:
+    llm_request = validated(request_output_len=None)
+    assert llm_request.max_new_tokens == DEFAULT_MAX_TOKENS
+    assert llm_request.sampling.is_greedy
+    assert (llm_request.end_id, llm_request.sampling.min_length) == (-1, 0)
+    assert (llm_request.priority, llm_request.cache_salt) == (0.5, b"")
+    assert (llm_request.queue_deadline, llm_request.run_deadline) == (None, None)
+
+
+@pytest.mark.parametrize(("asked", "allowed"), [(None, 2.0), (500, 0.5), (60_000, 2.0)])
+def test_request_may_ask_for_less_time_than_the_server_allows_not_for_more(
+    asked: int | None, allowed: float
+) -> None:
+    sent = request_of(**{name: asked for name in TIMES if asked})
+    limits = replace(LIMITS, max_queue_seconds=2.0, max_run_seconds=2.0)
+    came, llm_request = sent.created_ns / 1e9, validate(sent, limits)
+    deadlines = (llm_request.queue_deadline, llm_request.run_deadline)
+    assert deadlines == (came + allowed, came + allowed)
+
+
+def test_salt_may_be_any_bytes() -> None:
+    sent = request_of()
+    sent.set_tensor("cache_salt", np.array([[b"\xff\x00"]], dtype=np.object_))
+    assert validate(sent, LIMITS).cache_salt == b"\xff\x00"
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_new", "num_drafts", "num_kept"),
+    [
+        (2, 7, 3, 3),
+        (2, 3, 3, 2),  # the last token is sampled
+        (18, 9, 3, 2),  # as much as the longest prompt
+        (20, 9, 1, 0),
+        (2, 1, 1, 0),
+        (2, 9, 0, 0),
+    ],
+)
+def test_drafts_of_a_client_are_cut_to_those_that_can_count(
+    prompt_len: int,
+    max_new: int,
+    num_drafts: int,
+    num_kept: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    values: dict[str, Any] = {"input_ids": [1] * prompt_len, "request_output_len": max_new}
+    values["draft_input_ids"] = list(range(num_drafts))
+    assert validated(**values).draft_tokens == tuple(range(num_kept))
+    assert not caplog.records, "what clients do often writes nothing by default"
+    caplog.set_level(logging.DEBUG)
+    validated(**values)
+    assert ("draft tokens are cut off" in caplog.text) == (num_kept < num_drafts)
+    assert validated(**values, frequency_penalty=0.5).draft_tokens == ()
 
 
 @pytest.mark.case(31)
 @pytest.mark.parametrize("end_id", [-(2**31), -2, -1, 100, 1048576, 2**31 - 1])
-def test_an_end_id_outside_the_vocabulary_ends_nothing(end_id: int) -> None:
+def test_end_id_outside_the_vocabulary_ends_nothing(end_id: int) -> None:
     """As in TensorRT-LLM, whose benchmarks send one; a guided answer needs one that ends it."""
     values = {"input_ids": [1], "end_id": end_id}
     assert validate(InferenceRequest(1, make_inputs(values)), LIMITS).end_id == -1
@@ -208,40 +271,6 @@ def test_ids_above_the_vocabulary_are_folded_where_that_is_set() -> None:
         validate(InferenceRequest.from_tokens(1, [5, -1], 1), folding)
 
 
-@pytest.mark.case(11, 13, 23)
-def test_boundary_values_are_served() -> None:
-    request = InferenceRequest.from_tokens(1, [1] * 20, 12, runtime_top_p=1.0, temperature=0.0)
-    assert validate(request, LIMITS).prompt_len == 20
-
-
-@pytest.mark.case(23, 24)
-@pytest.mark.parametrize(("top_p", "top_k"), [(0.0, 0), (1.0, 100), (0.5, 101), (0.5, 2**31 - 1)])
-def test_filters_that_filter_nothing_are_served(top_p: float, top_k: int) -> None:
-    """0 is off, as for TensorRT-LLM's clients; more than the vocabulary is all of it."""
-    request = InferenceRequest.from_tokens(1, [1], 1, runtime_top_p=top_p, runtime_top_k=top_k)
-    sampling = validate(request, LIMITS).sampling
-    assert (sampling.top_p, sampling.top_k) == (top_p, min(top_k, LIMITS.vocab_size))
-
-
-@pytest.mark.case(22)
-def test_temperature_zero_is_greedy_whatever_else_is_asked() -> None:
-    request = InferenceRequest.from_tokens(1, [1], 1, temperature=0.0, runtime_top_p=0.9)
-    assert validate(request, LIMITS).sampling.is_greedy
-
-
-@pytest.mark.case(17)
-def test_defaults() -> None:
-    llm_request = validate(InferenceRequest(1, make_inputs({"input_ids": [1]})), LIMITS)
-    assert llm_request.max_new_tokens == DEFAULT_MAX_TOKENS
-    assert llm_request.sampling.is_greedy
-    assert (llm_request.end_id, llm_request.sampling.min_length) == (-1, 0)
-
-
-def test_unseeded_requests_draw_differently() -> None:
-    requests = [InferenceRequest.from_tokens(i, [1], 1) for i in range(3)]
-    assert len({validate(request, LIMITS).sampling.seed for request in requests}) == 3
-
-
 def test_tensor_names_are_checked() -> None:
     request = InferenceRequest(1)
     with pytest.raises(InvalidRequest, match="invalid tensor name 'nope'"):
@@ -252,17 +281,24 @@ def test_tensor_names_are_checked() -> None:
         request.get_tensor("end_id")
     with pytest.raises(InvalidRequest, match="'end_id' is None"):
         request.set_tensor("end_id", None)  # type: ignore[arg-type]
+    for set_it in (request.set_tensor, request.replace_tensor):
+        for wrong in ([1, 2], 5, "text", object()):
+            kind = type(wrong).__name__
+            with pytest.raises(InvalidRequest, match=f"'input_ids' is a {kind}, not an array"):
+                set_it("input_ids", wrong)  # type: ignore[arg-type]
+    request.set_tensor("input_ids", np.int32(5))  # type: ignore[arg-type]
+    assert request.get_tensor("input_ids").shape == ()
 
 
 @pytest.mark.parametrize("request_id", [-1, 2**64, 5.0, "5", None, np.int64(-1)])
-def test_what_is_no_id_is_refused(request_id: Any) -> None:
-    """A float ended everybody who was in flight with it."""
+def test_invalid_request_id_is_refused(request_id: Any) -> None:
+    """A float ended all requests in flight."""
     with pytest.raises(InvalidRequest, match="unsigned 64-bit"):
         InferenceRequest(request_id)
 
 
 @pytest.mark.parametrize("request_id", [np.uint64(2**64 - 1), np.int32(7), True])
-def test_an_id_of_numpy_becomes_a_number(request_id: Any) -> None:
+def test_numpy_id_becomes_a_python_number(request_id: Any) -> None:
     """A recording could not be written of any other."""
     number = InferenceRequest(request_id).request_id
     assert (type(number), number) == (int, request_id)

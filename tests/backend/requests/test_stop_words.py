@@ -6,31 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.manager_harness import MAX_UTILIZATION, Recorder, request, running
+from support.manager_harness import MAX_UTILIZATION, Recorder, request, serve
 from support.triton_stub import CountingEngine
 
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
-from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.requests.stop_words import StopWordWatch
 from inflight_scheduler import FinishReason, LlmRequest
 
 LETTERS = st.integers(0, 2)
 WORD = st.lists(LETTERS, min_size=1, max_size=4).map(tuple)
-
-
-class ReasonRecorder(Recorder):
-    """Keeps the finish reasons, too."""
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
-        self.reasons: dict[int, str] = {}
-
-    def send(self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:  # type: ignore[override]
-        for name, tensor in tensors:
-            if name == "finish_reason":
-                self.reasons[request_id] = tensor.item().decode()
-        super().send(request_id, tensors, is_final, error)
 
 
 def words_list(*words: list[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
@@ -79,7 +63,7 @@ def test_an_answer_ends_with_the_first_word_in_it(
 @pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
 def test_requests_end_with_their_reason(overlap: OverlapScheduler) -> None:
     """The engine counts. Word by word, at the last token, at an end id, and cut by the limit."""
-    recorder = ReasonRecorder(
+    recorder = Recorder(
         [
             request(1, [1], 50, stop_words_list=words_list([9, 11], [7, 8], [30])),
             request(2, [1], 5, stop_words_list=words_list([6]), streaming=False),
@@ -88,26 +72,22 @@ def test_requests_end_with_their_reason(overlap: OverlapScheduler) -> None:
             request(5, [5, 6], 50, stop_words_list=words_list([6, 7], [8])),  # 6 is the prompt's
         ]
     )
-    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
-    with running(recorder, params=params):
-        recorder.wait_for_finals(1, 2, 3, 4, 5)
+    serve(recorder, overlap_scheduler=overlap)
     assert recorder.tokens(1) == [2, 3, 4, 5, 6, 7, 8]
     assert recorder.tokens(2) == [1, 2, 3, 4, 5, 6]
     assert recorder.tokens(3)[-1] == 19
     assert recorder.tokens(4) == [2, 3, 4, 5, 6]
     assert recorder.tokens(5) == [7, 8]
-    assert recorder.reasons == {
-        1: "stop_words", 2: "stop_words", 3: "end_id", 4: "length", 5: "stop_words"
-    }  # fmt: skip
+    reasons = [recorder.last(i, "finish_reason").decode() for i in range(1, 6)]
+    assert reasons == ["stop_words", "stop_words", "end_id", "length", "stop_words"]
 
 
 @pytest.mark.parametrize("num_blocks", [9, 64])
 def test_pauses_do_not_hide_a_word(num_blocks: int) -> None:
-    recorder = ReasonRecorder(
+    recorder = Recorder(
         [request(i, [i], 25, stop_words_list=words_list([i + 9, i + 10])) for i in range(1, 6)]
     )
-    with running(recorder, CountingEngine(num_blocks=num_blocks), MAX_UTILIZATION):
-        recorder.wait_for_finals(1, 2, 3, 4, 5)
+    serve(recorder, CountingEngine(num_blocks=num_blocks), MAX_UTILIZATION)
     for i in range(1, 6):
         assert recorder.tokens(i) == list(range(i + 1, i + 11))
-        assert recorder.reasons[i] == "stop_words"
+        assert recorder.last(i, "finish_reason") == b"stop_words"

@@ -4,6 +4,7 @@ transformers, whatever the scheduler does."""
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +12,27 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
-from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from support.checkpoints import VOCAB_SIZE, load_oracle
+from support.manager_harness import (
+    GUARANTEED,
+    MAX_UTILIZATION,
+    Recorder,
+    request,
+    running,
+    serve,
+    small_engine,
+)
 from support.triton_stub import CountingEngine
 
-from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CapacityText, InvalidRequest
 from inflight_backend.manager import output_gatherer
-from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
-from inflight_backend.requests.outputs import MAX_LOGITS_BYTES, check_outputs
-from inflight_scheduler import CapacitySchedulerPolicy, OutputParams
+from inflight_backend.requests.outputs import MAX_LOGITS_BYTES, read_outputs
+from inflight_scheduler import CapacitySchedulerPolicy
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
 NUM_NEW = 9
-
-
-class TensorRecorder(Recorder):
-    """Keeps every tensor of every response."""
-
-    def joined(self, request_id: int, name: str) -> Any:
-        return np.concatenate([sent[name] for sent in self.named_tensors[request_id]], axis=2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return write_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
-def make_engine(folder: Path, num_tokens: int = 1024, **more: Any) -> Engine:
-    return Engine.load(
-        folder,
-        EngineConfig(
-            device="cpu",
-            max_batch_size=8,
-            tokens_per_block=4,
-            **{"max_num_tokens": 64, **more},
-            max_seq_len=64,
-            max_tokens_in_paged_kv_cache=num_tokens,
-        ),
-    )
+MAX_ROWS = MAX_LOGITS_BYTES // (4 * 32000)
 
 
 @torch.inference_mode()
@@ -85,7 +66,7 @@ def test_logits_are_those_of_transformers(
     prompts = {i: PROMPT[i:] for i in range(1, 5)}
     wants = {"return_log_probs": True, "return_log_prob_ranks": True}
     wants |= {"return_generation_logits": True}
-    recorder = TensorRecorder(
+    recorder = Recorder(
         [
             request(
                 i,
@@ -103,14 +84,13 @@ def test_logits_are_those_of_transformers(
             for i, prompt in prompts.items()
         ]
     )
-    params = TrtGptModelOptionalParams(
-        max_batch_size=8,
+    serve(
+        recorder,
+        small_engine(folder, num_tokens),
+        policy,
         enable_chunked_context=has_chunks,
         overlap_scheduler=overlap,
-        kv_cache_config=KvCacheConfig(enable_block_reuse=True),
     )
-    with running(recorder, make_engine(folder, num_tokens), policy, params=params):
-        recorder.wait_for_finals(*prompts)
     paused = max(stats["Paused Requests"] for stats in recorder.stats)
     assert (paused > 0) == (num_tokens == 64)
     for i, prompt in prompts.items():
@@ -169,14 +149,13 @@ def test_normalized_log_probs_are_those_of_what_could_be_drawn(folder: Path) -> 
         "return_log_prob_ranks": True,
         "exclude_input_in_output": True,
     }
-    recorder = TensorRecorder(
+    recorder = Recorder(
         [
             request(i, PROMPT, NUM_NEW, seed=i, **drawn, **wants)
             for i, (drawn, _) in enumerate(FILTERS)
         ]
     )
-    with running(recorder, make_engine(folder, normalize_log_probs=True)):
-        recorder.wait_for_finals(*range(len(FILTERS)))
+    serve(recorder, small_engine(folder, normalize_log_probs=True))
     for i, (_, filters) in enumerate(FILTERS):
         answer = recorder.tokens(i)
         _, logits = oracle(folder, PROMPT, answer)
@@ -199,10 +178,10 @@ def test_normalized_log_probs_are_those_of_what_could_be_drawn(folder: Path) -> 
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
-def test_who_is_stopped_in_the_prompt_gets_the_logits_so_far(folder: Path, num_steps: int) -> None:
+def test_request_stopped_in_its_prompt_gets_the_logits_so_far(folder: Path, num_steps: int) -> None:
     prompt = (PROMPT * 3)[:40]
     wants = {"return_context_logits": True, "return_log_probs": True}
-    recorder = TensorRecorder([request(1, prompt, NUM_NEW, **wants)])
+    recorder = Recorder([request(1, prompt, NUM_NEW, **wants)])
     recorder.stops = {1} if num_steps == 1 else set()  # asked for after a step
 
     def count(text: str) -> None:
@@ -211,9 +190,7 @@ def test_who_is_stopped_in_the_prompt_gets_the_logits_so_far(folder: Path, num_s
             recorder.stops = {1}
 
     recorder.return_stats = count  # type: ignore[method-assign]
-    params = TrtGptModelOptionalParams(max_batch_size=8, enable_chunked_context=True)
-    with running(recorder, make_engine(folder, max_num_tokens=8), params=params):
-        recorder.wait_for_finals(1)
+    serve(recorder, small_engine(folder, max_num_tokens=8), enable_chunked_context=True)
     [sent] = recorder.named_tensors[1]
     assert sent["finish_reason"].item() == b"cancelled"
     logits = sent["context_logits"]
@@ -243,11 +220,8 @@ def test_numbers_and_times(folder: Path) -> None:
         "return_num_output_tokens": True,
     }
     before = time.monotonic_ns()
-    recorder = TensorRecorder([request(1, PROMPT, 6, **wants), request(2, [9], 2)])
-    params = TrtGptModelOptionalParams(
-        max_batch_size=8, kv_cache_config=KvCacheConfig(enable_block_reuse=True)
-    )
-    with running(recorder, make_engine(folder), params=params) as manager:
+    recorder = Recorder([request(1, PROMPT, 6, **wants), request(2, [9], 2)])
+    with running(recorder, small_engine(folder)) as manager:
         recorder.wait_for_finals(1, 2)
         recorder.pending.append(request(3, PROMPT, 6, streaming=False, **wants))
         manager.wake()
@@ -277,11 +251,10 @@ def test_numbers_and_times(folder: Path) -> None:
     assert [second[name].item() for name in names] == [2, 4, 2], "as the peer's CI expects them"
 
 
-def test_what_came_first_stays_first_whatever_is_paused(folder: Path) -> None:
+def test_first_times_survive_a_pause(folder: Path) -> None:
     requests = [request(i, PROMPT[i:], NUM_NEW, return_perf_metrics=True) for i in range(4)]
-    recorder = TensorRecorder(requests)
-    with running(recorder, make_engine(folder, 64), MAX_UTILIZATION):
-        recorder.wait_for_finals(*range(4))
+    recorder = Recorder(requests)
+    serve(recorder, small_engine(folder, 64), MAX_UTILIZATION)
     assert max(stats["Paused Requests"] for stats in recorder.stats) > 0
     for i in range(4):
         responses = recorder.named_tensors[i]
@@ -293,8 +266,8 @@ def test_what_came_first_stays_first_whatever_is_paused(folder: Path) -> None:
 
 
 def test_an_end_id_leaves_its_row_out(folder: Path) -> None:
-    recorder = TensorRecorder([request(1, PROMPT, 6, return_log_probs=True)])
-    with running(recorder, make_engine(folder)) as manager:
+    recorder = Recorder([request(1, PROMPT, 6, return_log_probs=True)])
+    with running(recorder, small_engine(folder)) as manager:
         recorder.wait_for_finals(1)
         end_id = recorder.tokens(1)[3]
         recorder.pending.append(request(2, PROMPT, 6, return_log_probs=True, end_id=end_id))
@@ -307,21 +280,34 @@ def test_an_end_id_leaves_its_row_out(folder: Path) -> None:
     np.testing.assert_allclose(shorter, longer[:, :, :num_tokens], atol=1e-5)
 
 
-def test_what_cannot_be_told_is_refused() -> None:
-    recorder = TensorRecorder([request(1, [1], 3, return_generation_logits=True)])
-    with running(recorder, CountingEngine()):
-        recorder.wait_for_finals(1)
+def test_output_that_the_engine_lacks_is_refused() -> None:
+    recorder = Recorder([request(1, [1], 3, return_generation_logits=True)])
+    serve(recorder, CountingEngine())
     assert (
         "'return_generation_logits' is not supported by the engine" in recorder.responses[1][0][2]
     )
-    with pytest.raises(Exception, match="'return_context_logits' would take 9000 tokens x 32000"):
-        check_outputs(OutputParams(context_logits=True), 9000, 1, 32000, is_observable=True)
-    rows = MAX_LOGITS_BYTES // 4000
-    check_outputs(OutputParams(generation_logits=True), 1, rows, 1000, is_observable=True)
-    both = OutputParams(context_logits=True, generation_logits=True)
-    names = "'return_context_logits' and 'return_generation_logits'"
-    with pytest.raises(InvalidRequest, match=f"^{names} would take {rows + 1} tokens x 1000 "):
-        check_outputs(both, 1, rows, 1000, is_observable=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_new_tokens", "outputs", "error"),
+    [
+        (9000, 1, ["context_logits"], "'return_context_logits' would take 9000 tokens x 32000"),
+        (1, MAX_ROWS, ["generation_logits"], ""),
+        (
+            1,
+            MAX_ROWS,
+            ["context_logits", "generation_logits"],
+            "^'return_context_logits' and 'return_generation_logits' would take "
+            f"{MAX_ROWS + 1} tokens x 32000 ",
+        ),
+    ],
+)
+def test_size_of_logits_is_bounded(
+    prompt_len: int, max_new_tokens: int, outputs: list[str], error: str
+) -> None:
+    asked = request(1, [1], 1, **{f"return_{name}": True for name in outputs})
+    with pytest.raises(InvalidRequest, match=error) if error else nullcontext():
+        read_outputs(asked, prompt_len, max_new_tokens, 32000, is_observable=True)
 
 
 def test_logits_of_all_active_requests_share_one_room(
@@ -331,14 +317,14 @@ def test_logits_of_all_active_requests_share_one_room(
     limit = 4 * VOCAB_SIZE * (len(PROMPT) + NUM_NEW)
     monkeypatch.setattr(output_gatherer, "MAX_LOGITS_BYTES", limit)
     both = {"return_context_logits": True, "return_generation_logits": True}
-    recorder = TensorRecorder(
+    recorder = Recorder(
         [
             request(1, PROMPT, NUM_NEW, **both),
             request(2, PROMPT, 1, return_generation_logits=True),
             request(3, PROMPT, NUM_NEW, return_log_probs=True),
         ]
     )
-    with running(recorder, make_engine(folder)) as manager:
+    with running(recorder, small_engine(folder)) as manager:
         recorder.wait_for_finals(1, 2, 3)
         recorder.pending.append(request(4, PROMPT, NUM_NEW, **both))
         manager.wake()

@@ -1,8 +1,7 @@
-"""Where drafts come from: the look-up, who may have some, and those of a client."""
+"""Drafts of the server: the look-up, and the requests that get some."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,16 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.manager_harness import Recorder, request, running
+from support.manager_harness import Recorder, request, running, serve
 from support.triton_stub import CountingEngine
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
-from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.validation import RequestLimits, validate
 from inflight_backend.speculative.drafter import Drafter, SpeculativeDecodingConfig
 from inflight_backend.speculative.ngram import NgramIndex
-from inflight_protocol.tensors import make_inputs
 from inflight_scheduler import (
     ActiveRequests,
     BatchPlanner,
@@ -98,18 +93,18 @@ class World:
         return [len(each.draft_tokens) for each in self.active]
 
     def run(self, *drawn: int) -> None:
-        """A step of everybody."""
+        """A step of all requests."""
         self.planner.update(self.planner.plan([], self.active.generation), drawn)
 
 
-def test_few_requests_that_generate_get_some() -> None:
+def test_few_requests_that_generate_get_drafts() -> None:
     world = World()
     first = world.add(1)
     assert world.guess() == [4]
     assert first.draft_tokens == (3, 1, 2, 3)
     waiting = LlmRequest(2, [1, 2, 1], 4)
     world.active.add(waiting)
-    assert not world.drafter.is_on(world.active), "somebody's context comes first"
+    assert not world.drafter.is_on(world.active), "a context comes first"
     world.active.remove(waiting)
     world.add(2)
     assert world.guess() == [4, 4]
@@ -117,7 +112,7 @@ def test_few_requests_that_generate_get_some() -> None:
     assert not world.drafter.is_on(world.active), "too many"
 
 
-def test_who_gets_none() -> None:
+def test_requests_whose_sampling_looks_back_get_no_drafts() -> None:
     for sampling in (
         SamplingParams(repetition_penalty=1.1),
         SamplingParams(no_repeat_ngram_size=3),
@@ -135,7 +130,7 @@ def test_who_gets_none() -> None:
     assert world.guess() == [0]
 
 
-def test_drafts_follow_what_became_of_the_last_ones() -> None:
+def test_number_of_drafts_follows_the_last_result() -> None:
     world = World()
     request = world.add(1)
     world.guess()
@@ -153,7 +148,7 @@ def test_drafts_follow_what_became_of_the_last_ones() -> None:
     assert world.guess() == [4]
 
 
-def test_who_is_always_wrong_is_left_alone_for_a_while() -> None:
+def test_drafting_pauses_while_all_drafts_are_wrong() -> None:
     world = World()
     request = world.add(1)
     numbers = []
@@ -167,7 +162,7 @@ def test_who_is_always_wrong_is_left_alone_for_a_while() -> None:
     assert len(guessed) < 8, "every third step would do with a pair that was seen"
 
 
-def test_they_take_only_what_is_left() -> None:
+def test_drafts_take_only_spare_tokens_and_blocks() -> None:
     """Of the answer, of the token budget, and of the blocks."""
     world = World()
     world.add(1, max_new=3)
@@ -183,31 +178,7 @@ def test_they_take_only_what_is_left() -> None:
     assert world.guess() == [4, 0]
 
 
-def test_drafts_of_a_client_are_cut_to_what_can_count(caplog: pytest.LogCaptureFixture) -> None:
-    limits = RequestLimits(100, 8, 32, False, lambda each: None, max_draft_len=6)
-
-    def drafts(prompt_len: int, max_new: int, num_drafts: int, **values: object) -> tuple[int, ...]:
-        tensors = {
-            "input_ids": [1] * prompt_len,
-            "request_output_len": max_new,
-            "draft_input_ids": list(range(num_drafts)),
-            **values,
-        }
-        return validate(InferenceRequest(1, make_inputs(tensors)), limits).draft_tokens
-
-    assert drafts(2, 4, 6) == (0, 1, 2)
-    assert not caplog.records, "what clients do often writes nothing by default"
-    caplog.set_level(logging.DEBUG)
-    assert drafts(2, 7, 6) == (0, 1, 2, 3, 4, 5)
-    assert not caplog.records
-    assert drafts(2, 4, 6) == (0, 1, 2), "the last token is drawn"
-    assert "3 of 6 draft tokens are cut off" in caplog.text
-    assert drafts(6, 9, 6) == (0, 1), "as much as the longest prompt"
-    assert drafts(8, 9, 1) == drafts(2, 1, 1) == drafts(2, 9, 0) == ()
-    assert drafts(2, 9, 3, frequency_penalty=0.5) == ()
-
-
-def test_what_cannot_be_asked_for() -> None:
+def test_invalid_settings_are_refused() -> None:
     for values, message in (
         ({"mode": "medusa"}, "speculative_decoding_mode must be one of none, ngram, not 'medusa'"),
         ({"max_draft_len": -1}, "max_draft_len must be at least 0"),
@@ -222,18 +193,15 @@ def test_what_cannot_be_asked_for() -> None:
 def test_an_engine_that_verifies_nothing_is_asked_for_no_drafts() -> None:
     engine = CountingEngine()
     engine.supports_drafts = False
-    params = TrtGptModelOptionalParams(max_batch_size=8, speculative_decoding_config=NGRAM)
     with pytest.raises(ConfigurationError, match="the engine verifies no drafts"):
-        running(Recorder(), engine, params=params).__enter__()
-    recorder = Recorder([request(1, [5], 4, draft_input_ids=[6])])
-    with running(recorder, engine):
-        recorder.wait_for_finals(1)
+        running(Recorder(), engine, speculative_decoding_config=NGRAM).__enter__()
+    recorder = serve([request(1, [5], 4, draft_input_ids=[6])], engine)
     assert "but max_draft_len is 0 on this server" in recorder.responses[1][0][2]
 
 
 def test_several_tokens_of_a_step_are_one_response() -> None:
     drafts = [6, 7, 8, 0, 10]  # of 6, 7, 8, 9, 10, ...
-    recorder = Recorder(
+    recorder = serve(
         [
             request(1, [5], 12, draft_input_ids=drafts),
             request(2, [5], 12, draft_input_ids=drafts, end_id=7),
@@ -241,8 +209,6 @@ def test_several_tokens_of_a_step_are_one_response() -> None:
             request(4, [5], 4, draft_input_ids=[6, 7, 8]),
         ]
     )
-    with running(recorder):
-        recorder.wait_for_finals(1, 2, 3, 4)
     sent = {i: [ids for ids, _, _ in recorder.responses[i]] for i in range(1, 5)}
     assert sent[1] == [[5, 6, 7, 8, 9], *([token] for token in range(10, 18))] or sent[1] == [
         [6, 7, 8, 9],

@@ -15,12 +15,9 @@ from support.checkpoints import (
     load_oracle,
     oracle_logits,
     oracle_tokens,
-    write_checkpoint,
 )
-from support.manager_harness import Recorder, request, running
+from support.manager_harness import Recorder, request, serve, small_engine
 
-from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_recorder.replay import replay
@@ -29,12 +26,6 @@ from inflight_recorder.storage import open_recording
 PROMPTS = [[7 * i % VOCAB_SIZE, 3, *PROMPT[: 2 + i]] for i in range(6)]
 NUM_NEW = 16
 BEAMS = Case(3, 12, 9, 1.0, 2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return write_checkpoint(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -68,34 +59,15 @@ def oracle(folder: Path, prompt: list[int], ends: list[int], **settings: Any) ->
 def run(
     folder: Path, requests: list[InferenceRequest], overlap: OverlapScheduler, record_file: Path
 ) -> Recorder:
-    """All of ``requests`` at once; what was decided can be decided again from the recording."""
-    ids = [each.request_id for each in requests]
-    recorder = Recorder(requests)
-    config = EngineConfig(
-        device="cpu",
-        max_batch_size=8,
-        max_beam_width=4,
-        tokens_per_block=4,
-        max_num_tokens=64,
-        max_seq_len=64,
-        max_tokens_in_paged_kv_cache=1024,
-        attention_backend="torch",
+    """All of ``requests`` at once; the recording must replay."""
+    engine = small_engine(folder, max_beam_width=4, attention_backend="torch")
+    file = str(record_file)
+    recorder = serve(
+        requests, engine, max_beam_width=4, overlap_scheduler=overlap, record_file=file
     )
-    params = TrtGptModelOptionalParams(
-        max_batch_size=8, overlap_scheduler=overlap, record_file=str(record_file)
-    )
-    engine = Engine.load(folder, config)
-    with running(recorder, engine, params=params, max_beam_width=4) as manager:
-        recorder.wait_for_finals(*ids)
-        manager._batcher.block_manager.check_integrity()
     with open_recording(record_file) as reader:
         assert replay(reader).divergence is None
     return recorder
-
-
-def reason_of(recorder: Recorder, request_id: int) -> str:
-    reason: str = recorder.named_tensors[request_id][-1]["finish_reason"].item().decode()
-    return reason
 
 
 @pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
@@ -126,7 +98,8 @@ def test_each_of_them_ends_the_answer_as_in_transformers(
     recorder = run(folder, requests, overlap, tmp_path / "recording")
     for i, answer in enumerate(expected):
         assert recorder.tokens(i) == answer, "without the end"
-        assert reason_of(recorder, i) == ("end_id" if len(answer) < NUM_NEW else "length")
+        reason = b"end_id" if len(answer) < NUM_NEW else b"length"
+        assert recorder.last(i, "finish_reason") == reason
     assert recorder.tokens(99) == oracle_tokens(folder, PROMPTS[0], NUM_NEW)
 
 
