@@ -13,7 +13,7 @@ from typing import Any
 
 from support.triton_stub import CountingEngine, FakeRequest, FakeSender
 
-from inflight_backend.status import stop_file_of
+from inflight_backend.status import read_status, stop_file_of
 from inflight_backend.triton.model import TritonPythonModel
 from inflight_protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
 from inflight_protocol.tensors import make_inputs
@@ -168,7 +168,19 @@ def wait_until(is_true: Callable[[], bool], what: str = "it") -> None:
 
 
 def wait_until_queued(server: Server, num_queued: int) -> None:
-    deadline = time.monotonic() + WAIT
-    while len(server.model._queue) != num_queued:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: len(server.model._queue) == num_queued)
+
+
+def phase_of(server: Server) -> str:
+    """What the status file says; "" while there is none."""
+    return getattr(read_status(server.status_file), "phase", "")
+
+
+def wait_for_phase(server: Server, phase: str) -> None:
+    wait_until(lambda: phase_of(server) == phase, f"phase {phase}")
+
+
+def last_error(sender: FakeSender) -> tuple[str, int] | None:
+    """The error with which an answer ended, of which parts may have come before."""
+    error = sender.responses[-1].error
+    return None if error is None else (str(error), error.code)

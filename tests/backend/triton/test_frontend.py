@@ -37,14 +37,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.manager.logits_processors import ActiveProcessors
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
+from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import validate
 from inflight_backend.status import read_status
-from inflight_backend.triton import dispatcher, frontend
+from inflight_backend.triton import frontend
 from inflight_backend.triton.frontend import copy_request
 from inflight_backend.triton.queue import RequestIds, RequestQueue
 from inflight_backend.triton_io.request import TritonRequest
-from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_protocol.tensors import make_inputs
 from inflight_recorder import recorder as recorder_module
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch
@@ -689,89 +688,3 @@ def test_many_tiny_requests_leave_nothing_behind(
     first, last = crowd(500), [crowd(2000) for _ in range(4)][-1]
     # Counts of the whole process go up and down by a thousand; a leak would be 8,000.
     assert last - first < 4000, f"{last - first} objects kept of 8,000 requests"
-
-
-@pytest.mark.case(71)
-def test_while_responses_cannot_leave_nothing_new_is_started(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Triton takes no response: what waits for it stays bounded, and all of it leaves later."""
-    monkeypatch.setattr(dispatcher, "_MAX_BACKLOG", 100)
-    server = make_server(CountingEngine())
-    is_stuck, release = threading.Event(), threading.Event()
-    stuck = FakeSender()
-
-    def wait(response: Any = None, flags: int = 0) -> None:
-        is_stuck.set()
-        assert release.wait(3 * WAIT)
-        FakeSender.send(stuck, response, flags)
-
-    stuck.send = wait  # type: ignore[method-assign]
-    server.send("stuck", sender=stuck, input_ids=[1], request_output_len=5, streaming=True)
-    assert is_stuck.wait(WAIT)  # with what it has taken so far, which does not count
-    others = [
-        server.send(f"{i}", input_ids=[1], request_output_len=40, streaming=True) for i in range(30)
-    ]
-    queue = server.model._dispatcher._queue
-    wait_until(lambda: server.model._dispatcher.is_behind)
-    wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
-    assert queue.qsize() < 100 + 4 * 40, "only what was active went on"
-    assert len(server.model._queue) > 20
-    release.set()
-    for sender in (stuck, *others):
-        assert sender.is_final.wait(WAIT)
-    assert ids_of(others[-1]) == list(range(2, 42))
-
-
-@pytest.mark.case(71)
-def test_what_waits_to_be_sent_counts_by_its_size_until_it_is_sent(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few large responses: beams say everything anew, and a row of logits is a vocabulary."""
-    monkeypatch.setattr(dispatcher, "_MAX_BACKLOG_BYTES", 4500)
-    server = make_server(CountingEngine())
-    sends = server.model._dispatcher
-    is_stuck, release = threading.Event(), threading.Event()
-    stuck = FakeSender()
-
-    def wait(response: Any = None, flags: int = 0) -> None:
-        is_stuck.set()
-        assert release.wait(WAIT)
-        FakeSender.send(stuck, response, flags)
-
-    stuck.send = wait  # type: ignore[method-assign]
-    server.send("stuck", sender=stuck, why=True)
-    assert is_stuck.wait(WAIT)
-    assert not sends.is_behind
-    row = NamedTensor("generation_logits", np.zeros((1, 1, 1, 1000), dtype=np.float32))
-    sends.send_response(0, [row], False, "")
-    assert not sends.is_behind
-    sends.answer(ResponseSender(FakeSender(), ResponseFactory(FakePbUtils)), "why", 500 * "x")
-    assert sends.is_behind
-    other = server.send(input_ids=[1], request_output_len=3)
-    assert len(server.model._queue) == 1
-    release.set()
-    assert other.is_final.wait(WAIT)
-    assert not sends.is_behind
-    wait_until(lambda: sends._num_bytes == 0)
-
-
-@pytest.mark.case(71)
-def test_feeds_of_statistics_are_few_and_end(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = make_server(CountingEngine())
-    feeds = [server.send(stats=True) for _ in range(16)]
-    text, code = error_of(server.ask(stats=True))
-    assert text.startswith("16 feeds of statistics are open, which is the limit")
-    assert code == FakePbUtils.TritonError.UNAVAILABLE
-    assert len(server.ask(stats=True, streaming=False).responses) == 1
-    feeds[0].cancelled = True
-    assert feeds[0].is_final.wait(WAIT)
-    wait_until(lambda: len(server.model._frontend._feeds) == 15)
-    monkeypatch.setattr(dispatcher, "_MAX_FEED_BYTES", 3000)
-    server.ask(input_ids=[1], request_output_len=30)
-    for feed in feeds:
-        assert feed.is_final.wait(WAIT)
-    wait_until(lambda: server.model._frontend._feeds == [])
-    assert not server.model._dispatcher._subscribers

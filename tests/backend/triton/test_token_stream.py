@@ -102,7 +102,7 @@ def test_a_text_inside_a_stop_word_of_tokens_ends_the_answer_first(
         stop_tokens=StopTokens([word]),
         stop_text=StopText(["3"]),
     )
-    stream = TokenStream(sent, OUTPUTS, writer, is_whole=is_whole)
+    stream = TokenStream(sent, OUTPUTS, text=writer, is_whole=is_whole)
     for start in range(0, len(ids), num_at_once):
         some = ids[start : start + num_at_once]
         extras = extras_of(start + 1, len(some))
@@ -119,7 +119,7 @@ def test_a_text_inside_a_stop_word_of_tokens_ends_the_answer_first(
 def test_a_stream_of_text_is_silent_when_it_has_nothing_to_say(codec: TextCodec) -> None:
     sent = Sent()
     writer = TextWriter(IncrementalDetokenizer(codec, [40]), stop_text=StopText(["1 2 9"]))
-    stream = TokenStream(sent, frozenset({"text_output"}), writer)
+    stream = TokenStream(sent, frozenset({"text_output"}), text=writer)
     for token in (1, 2, 3):
         stream.send([token], {}, is_final=False)
     assert [tensors["text_output"].tolist() for tensors, _ in sent.responses] == [

@@ -14,7 +14,7 @@ from backend.triton.conftest import MakeServer
 from support.checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
 from support.relay_harness import Ask, tensors_of, vllm_model
 from support.triton_harness import Server, error_of
-from support.triton_stub import FakePbUtils, FakeSender
+from support.triton_stub import FailingSender, FakePbUtils, FakeSender
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inflight_backend.engine import Engine, EngineConfig
@@ -96,21 +96,9 @@ def test_what_configs_of_vllms_backend_say_is_told_what_is_in_its_place(
         pass
 
 
-class FullMemory(FakeSender):
-    """Its last response finds no room; what comes then does."""
-
-    num_failures = 0
-
-    def send(self, response: Any = None, flags: int = 0) -> None:
-        if flags and not self.num_failures:
-            self.num_failures += 1
-            raise RuntimeError("shm full")
-        super().send(response, flags)
-
-
 @pytest.mark.parametrize("is_streaming", [True, False])
 def test_a_last_response_that_cannot_be_sent_is_an_error(ask: Ask, is_streaming: bool) -> None:
-    sender = ask(settings={"max_tokens": 3}, stream=is_streaming, sender=FullMemory())
+    sender = ask(settings={"max_tokens": 3}, stream=is_streaming, sender=FailingSender(flags=1))
     assert str(sender.responses[-1].error) == "the request could not be relayed"
     assert len(tensors_of(ask(settings={"max_tokens": 3}))) == 1
 
