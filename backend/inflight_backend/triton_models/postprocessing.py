@@ -17,7 +17,6 @@ from inflight_backend.process_guard import exit_with_parent
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_models.text_base import (
     CODEC_PARAMETERS,
-    check_answers,
     load_codec,
     parameters_of,
     read_switch,
@@ -26,6 +25,8 @@ from inflight_backend.triton_models.text_base import (
 
 Array = npt.NDArray[Any]
 
+MAX_TOKENS = 2**22
+"""Tokens to decode."""
 
 _PASSED_ON = (
     "CUM_LOG_PROBS",
@@ -59,7 +60,10 @@ class Postprocessor:
         longest, highest = tokens.shape[2], self._codec.vocab_size - 1
         if lengths.size and not 0 <= lengths.min() <= lengths.max() <= longest:
             raise InvalidRequest(f"'SEQUENCE_LENGTH' must hold numbers from 0 to {longest}")
-        check_answers("SEQUENCE_LENGTH", int(lengths.sum(dtype=np.int64)))
+        if (num_tokens := int(lengths.sum(dtype=np.int64))) > MAX_TOKENS:
+            raise InvalidRequest(
+                f"'SEQUENCE_LENGTH' asks for {num_tokens} tokens, more than {MAX_TOKENS}"
+            )
         texts = np.empty(lengths.shape, dtype=np.object_)
         for place in np.ndindex(*lengths.shape):
             ids = tokens[place][: lengths[place]]

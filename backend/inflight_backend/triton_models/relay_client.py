@@ -98,18 +98,28 @@ class RelayedCall:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
 
-class Relay:
-    """Owner of the requests on their way through one model.
+class RelayModel(ABC):
+    """A Triton model that puts its requests to ``tensorrt_llm``; each kind says in which words.
 
-    Each has a thread, and is known here until its connection is closed. A periodic task stops those
-    whose streams have ended before them.
+    Each request on its way has a thread, and is known here until its connection is closed. A
+    periodic task stops those whose clients have left.
+
+    ``tells_end_at_once``: in a stream the last response says that it is the last, and holds
+    something; else an empty one follows, which clients get only if they ask for it.
     """
 
-    def __init__(self, model_name: str, *, is_decoupled: bool, tells_end_at_once: bool) -> None:
-        """See `RelayModel` for ``tells_end_at_once``."""
+    tells_end_at_once: ClassVar[bool] = False
+
+    def open(self, args: dict[str, str], model_name: str) -> None:
+        """Start what relays to ``model_name``."""
+        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+
+        exit_with_parent(args["model_name"])
+        policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
+        self._is_decoupled = policy.get("decoupled", False)
+        self._factory = ResponseFactory(pb_utils, self._is_decoupled)
+        self._coded = ErrorCodeFactory(pb_utils, self._is_decoupled)
         self._model_name = model_name
-        self._is_decoupled = is_decoupled
-        self._tells_end_at_once = tells_end_at_once
         self._live: set[RelayedCall] = set()
         allow_many_connections()
         self._pool = ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="Relay")
@@ -118,24 +128,42 @@ class Relay:
             is_busy=lambda: bool(self._live),
         )
 
-    def start(
-        self,
-        inputs: Mapping[str, Array],
-        requested: Sequence[str],
-        stream: ResponseSender,
-        convert: Convert = iter,
-    ) -> None:
-        """Ask for the outputs ``requested``; ``stream`` gets the answer.
+    @abstractmethod
+    def translate(
+        self, request: Any, head: RequestHead
+    ) -> tuple[Mapping[str, Array], Sequence[str], Convert]:
+        """Inputs, outputs wanted, and how answers are told; `ServingError` for a bad request."""
 
-        `CapacityExceeded` if too many requests are on their way.
-        """
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Take the requests; their responses leave through their response senders."""
+        for request in requests:
+            head = read_head(request)
+            factory = self._coded if head.asks_for_codes else self._factory
+            stream = ResponseSender(request.get_response_sender(), factory)
+            try:
+                inputs, outputs, convert = self.translate(request, head)
+                # Packed now: Triton may take the inputs back.
+                message = pack(RelayedRequest(dict(inputs), list(outputs)))
+                self._start(message, stream, convert)
+            except CapacityExceeded as error:
+                stream.fail(str(error), "UNAVAILABLE")
+            except ServingError as error:
+                stream.fail(str(error), "INVALID_ARG")
+            except BaseException:  # ours: the requests behind it must not be lost
+                _logger.exception("a request could not be taken")
+                stream.fail("the request could not be taken", "INTERNAL")
+
+    def finalize(self) -> None:
+        """Let what runs end, then stop the threads."""
+        self._pool.shutdown()
+        self._periodic_tasks.close()
+
+    def _start(self, message: bytes, stream: ResponseSender, convert: Convert) -> None:
         if len(self._live) >= _MAX_REQUESTS:
             raise CapacityExceeded(
                 f"{_MAX_REQUESTS} requests are on their way through this model, which is the "
                 "limit; try again later"
             )
-        # Packed now: Triton may take the inputs back.
-        message = pack(RelayedRequest(dict(inputs), list(requested)))
         try:
             call = RelayedCall(self._model_name, stream, message)
         except OSError as error:
@@ -145,11 +173,6 @@ class Relay:
         self._live.add(call)
         self._periodic_tasks.wake()
         self._pool.submit(self._run, call, convert)
-
-    def close(self) -> None:
-        """Let what runs end, then stop the threads."""
-        self._pool.shutdown()
-        self._periodic_tasks.close()
 
     def _run(self, call: RelayedCall, convert: Convert) -> None:
         """Pass the answer on; whatever happens, the stream ends exactly once, the connection last:
@@ -168,7 +191,7 @@ class Relay:
         for tensors in convert(call.responses()):
             if self._is_decoupled:
                 is_at_end = call.last is not None and not call.last.error
-                stream.send(tensors, is_final=self._tells_end_at_once and is_at_end)
+                stream.send(tensors, is_final=self.tells_end_at_once and is_at_end)
             else:
                 whole = tensors
         if call.last is not None and call.last.error:
@@ -181,53 +204,3 @@ class Relay:
     def _stop_needless(self) -> None:
         for call in list(self._live):
             call.stop_if_needless()
-
-
-class RelayModel(ABC):
-    """A Triton model that puts its requests to ``tensorrt_llm``; each kind says in which words.
-
-    ``tells_end_at_once``: in a stream the last response says that it is the last, and holds
-    something; else an empty one follows, which clients get only if they ask for it.
-    """
-
-    tells_end_at_once: ClassVar[bool] = False
-
-    def open(self, args: dict[str, str], model_name: str) -> None:
-        """Start what relays to ``model_name``."""
-        import triton_python_backend_utils as pb_utils  # exists only inside Triton
-
-        exit_with_parent(args["model_name"])
-        policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
-        is_decoupled = policy.get("decoupled", False)
-        self._factory = ResponseFactory(pb_utils, is_decoupled)
-        self._coded = ErrorCodeFactory(pb_utils, is_decoupled)
-        self._relay = Relay(
-            model_name, is_decoupled=is_decoupled, tells_end_at_once=self.tells_end_at_once
-        )
-
-    @abstractmethod
-    def translate(
-        self, request: Any, head: RequestHead
-    ) -> tuple[Mapping[str, Array], Sequence[str], Convert]:
-        """Inputs, outputs wanted, and how answers are told; `ServingError` for a bad request."""
-
-    def execute(self, requests: Sequence[Any]) -> None:
-        """Take the requests; their responses leave through their response senders."""
-        for request in requests:
-            head = read_head(request)
-            factory = self._coded if head.asks_for_codes else self._factory
-            stream = ResponseSender(request.get_response_sender(), factory)
-            try:
-                inputs, outputs, convert = self.translate(request, head)
-                self._relay.start(inputs, outputs, stream, convert)
-            except CapacityExceeded as error:
-                stream.fail(str(error), "UNAVAILABLE")
-            except ServingError as error:
-                stream.fail(str(error), "INVALID_ARG")
-            except BaseException:  # ours: the requests behind it must not be lost
-                _logger.exception("a request could not be taken")
-                stream.fail("the request could not be taken", "INTERNAL")
-
-    def finalize(self) -> None:
-        """Let what runs end, then stop the threads."""
-        self._relay.close()

@@ -180,21 +180,6 @@ def test_bad_requests_are_refused_by_name(
     assert ids_of(server.ask(input_ids=[1], request_output_len=1)) == [1, 2]
 
 
-@pytest.mark.case(56, 57)
-def test_duplicate_id_in_flight_is_refused_and_the_first_goes_on(  # case 56, 57
-    server: Server, gate: threading.Event
-) -> None:
-    gate.clear()
-    first = server.send("job", input_ids=[1], request_output_len=5, streaming=True)
-    text, code = error_of(server.ask("job", input_ids=[50], request_output_len=5))
-    assert code == FakePbUtils.TritonError.ALREADY_EXISTS
-    assert "still being processed" in text
-    gate.set()
-    assert first.is_final.wait(WAIT)
-    assert ids_of(first) == [2, 3, 4, 5, 6]
-    assert ids_of(server.ask("job", input_ids=[50], request_output_len=1)) == [50, 51]
-
-
 @pytest.mark.case(66)
 def test_stop_by_id_ends_a_running_stream_in_the_iteration_that_runs(
     server: Server, gate: Gate
@@ -212,11 +197,6 @@ def test_stop_by_id_ends_a_running_stream_in_the_iteration_that_runs(
     assert ids == list(range(2, 2 + len(ids)))
     assert len(ids) < 200
     assert sender.responses[-1].error is None
-
-
-@pytest.mark.case(58)
-def test_stop_for_an_unknown_id_is_acknowledged(server: Server) -> None:  # case 58
-    assert server.ask("never seen", stop=True).responses[0].error is None
 
 
 @pytest.mark.contract("tensorrt_llm of the LLM API input", "return_finish_reason")

@@ -84,7 +84,7 @@ def wait_for_rest(relay: TritonPythonModel, llm: Server) -> None:
     """Until nothing runs any more, behind the relay and in it."""
     wait_until(lambda: llm.model._manager.get_num_active_requests() == 0)
     wait_until(lambda: llm.model._relays.num_open == 0)
-    wait_until(lambda: not relay._relay._live)
+    wait_until(lambda: not relay._live)
 
 
 def test_a_client_that_leaves_has_its_request_stopped(
