@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +44,6 @@ from inflight_backend.triton_io.inputs import read_head
 from inflight_backend.triton_io.outputs import make_answer_stream, names_none
 from inflight_backend.triton_io.request import Prompt, RequestKind, TritonRequest
 from inflight_backend.triton_io.sender import (
-    ErrorCodeFactory,
     ResponseFactory,
     ResponseSender,
     Sender,
@@ -150,7 +150,7 @@ class Frontend:
         self.progress = Progress()
         self.errors = EventCounter()  # by code: Triton counts these requests as successes
         self._factory = factory
-        self._coded = ErrorCodeFactory(factory.pb_utils, factory.is_decoupled)
+        self._coded = replace(factory, tells_codes=True)
         self._relayed = RelayedResponseFactory(factory.pb_utils)
         self._queue = queue
         self._dispatcher = dispatcher
@@ -178,27 +178,19 @@ class Frontend:
 
     def accept(self, triton_request: Any) -> None:
         """Take one request; it is answered here or later, but always exactly once to the end."""
-        with self._accepting, self.progress:
-            head = read_head(triton_request)
-            factory = self._coded if head.asks_for_codes else self._factory
-            sender = triton_request.get_response_sender()
-            stream = ResponseSender(sender, factory, count_error=self._count_error)
-            try:
-                self._take(TritonRequest.read(triton_request, head, self._outputs), stream)
-            except BaseException as error:  # whatever a request contains, it ends only itself
-                self._refuse(stream, error)
+        head = read_head(triton_request)
+        factory = self._coded if head.asks_for_codes else self._factory
+        sender = triton_request.get_response_sender()
+        stream = ResponseSender(sender, factory, count_error=self._count_error)
+        self._take(stream, lambda: TritonRequest.read(triton_request, head, self._outputs))
 
     def accept_relayed(self, request: RelayedRequest, way_back: RelayConnection) -> None:
         """`accept` a request of another model of ours."""
-        with self._accepting, self.progress:
-            stream = ResponseSender(
-                way_back, self._relayed, lambda: way_back.is_behind, count_error=self._count_error
-            )
-            try:
-                inputs, outputs = expand(request.inputs), frozenset(request.requested)
-                self._take(TritonRequest.from_inputs("", inputs, outputs), stream)
-            except BaseException as error:
-                self._refuse(stream, error)
+        stream = ResponseSender(
+            way_back, self._relayed, lambda: way_back.is_behind, count_error=self._count_error
+        )
+        outputs = frozenset(request.requested)
+        self._take(stream, lambda: TritonRequest.from_inputs("", expand(request.inputs), outputs))
 
     def stop_group(self, number: int) -> None:
         """Stop a Triton request in flight: all its sequences."""
@@ -269,16 +261,21 @@ class Frontend:
         for number in numbers:
             self.stop(number)
 
-    def _take(self, request: TritonRequest, stream: ResponseSender) -> None:
-        match request.kind:
-            case RequestKind.GENERATE:
-                self._enqueue(request, stream)
-            case RequestKind.STOP:
-                self._stop_by_name(request.request_id, stream)
-            case RequestKind.STATS:
-                self._send_stats(request, stream)
-            case _:
-                self._inform(request, stream)
+    def _take(self, stream: ResponseSender, read: Callable[[], TritonRequest]) -> None:
+        with self._accepting, self.progress:
+            try:
+                request = read()
+                match request.kind:
+                    case RequestKind.GENERATE:
+                        self._enqueue(request, stream)
+                    case RequestKind.STOP:
+                        self._stop_by_name(request.request_id, stream)
+                    case RequestKind.STATS:
+                        self._send_stats(request, stream)
+                    case _:
+                        self._inform(request, stream)
+            except BaseException as error:  # whatever a request contains, it ends only itself
+                self._refuse(stream, error)
 
     def _enqueue(self, triton_request: TritonRequest, stream: ResponseSender) -> None:
         name, prompts = triton_request.request_id, triton_request.prompts

@@ -419,8 +419,8 @@ class TritonPythonModel:
     def _update_metrics(self, *, with_gauges: bool = True) -> None:
         """Put on Triton's page what has happened since the last time; from any thread.
 
-        One at a time, so that who returns knows that it is there. Where one call is stuck, because
-        the server does not answer, only the first of the others waits for it.
+        One at a time, so that the numbers are there when it returns. Where one call is stuck,
+        because the server does not answer, only the first of the others waits for it.
         """
         seconds = 0.0 if self._are_metrics_stuck else _METRICS_SECONDS
         self._are_metrics_stuck = not self._metrics_turn.acquire(timeout=seconds)
@@ -441,9 +441,9 @@ class TritonPythonModel:
             self._metrics_turn.release()
 
     def _show_ends(self) -> None:
-        """Before the clients of requests that have ended hear of that. Each number takes a round
-        trip, in which Python stands still, so of gauges that many ends change only so many count
-        while others run; none is old when nothing runs any more."""
+        """Update the metrics before the last responses of requests leave. Each number takes a round
+        trip, in which Python stands still, so the gauges are set only now and then while other
+        requests run; none is old when nothing runs any more."""
         is_idle = self._manager.get_num_active_requests() == 0
         is_old = time.monotonic() - self._gauges_at >= _GAUGES_SECONDS
         self._show(with_gauges=is_idle or is_old)

@@ -29,13 +29,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import psutil
 
 from inflight_backend.errors import CapacityExceeded
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.triton_io.sender import ResponseFactory
 
-Array = npt.NDArray[Any]
 Tensors = dict[str, Array]
 
 _LENGTH = struct.Struct("!Q")

@@ -20,7 +20,7 @@ _TOKEN_OUTPUTS = frozenset({"output_ids", "sequence_length"})
 _TEXT_OUTPUTS = frozenset({"text_output"})
 _ANSWERS = frozenset({"stats", "why", "recording", "description"})
 _OUTPUTS = frozenset(spec.name for spec in protocol.OUTPUTS if spec.is_honoured) - _ANSWERS
-# Sent to who names them; those of `_BY_INPUT` also to who names no output at all.
+# Sent to clients that name them; those of `_BY_INPUT` also to clients that name no output.
 _BY_NAME_ONLY = frozenset({"finish_reason", "batch_index", "sequence_index"})
 # Clients of tensorrtllm_backend up to v0.13 read it of every response and name no outputs.
 _ALWAYS = frozenset({"batch_index"})

@@ -6,24 +6,14 @@ character.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.process_guard import exit_with_parent
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_models.text_base import (
-    CODEC_PARAMETERS,
-    load_codec,
-    parameters_of,
-    read_switch,
-    respond,
-)
-
-Array = npt.NDArray[Any]
+from inflight_backend.triton_models.text_base import TextModel
 
 MAX_TOKENS = 2**22
 """Tokens to decode."""
@@ -75,21 +65,13 @@ class Postprocessor:
         return {"OUTPUT": texts.reshape(-1), **passed_on}
 
 
-class TritonPythonModel:
+class TritonPythonModel(TextModel):
     """The model ``postprocessing``."""
 
-    def initialize(self, args: dict[str, str]) -> None:
-        """Load the tokenizer; a failure fails the load with one line."""
-        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+    switch = "skip_special_tokens"
 
-        exit_with_parent(args["model_name"])
-        self._pb_utils = pb_utils
-        parameters = parameters_of(args, *CODEC_PARAMETERS, "skip_special_tokens")
-        self._convert = Postprocessor(
-            load_codec(parameters),
-            skips_special_tokens=read_switch(parameters, "skip_special_tokens", True),
-        )
-
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """One response per request."""
-        return respond(self._pb_utils, requests, self._convert)
+    def make_converter(
+        self, args: Mapping[str, str], parameters: Mapping[str, str], codec: TextCodec, is_on: bool
+    ) -> Postprocessor:
+        """See `TextModel.make_converter`."""
+        return Postprocessor(codec, skips_special_tokens=is_on)

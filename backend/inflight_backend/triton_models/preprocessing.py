@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.models.checkpoint_files import JsonReader, find_file
-from inflight_backend.process_guard import exit_with_parent
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.requests.sampling import MAX_WORDS
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_io.inputs import MAX_TEXT_SIZE
 from inflight_backend.triton_io.word_lists import check_table, embedding_bias, word_table
-from inflight_backend.triton_models.text_base import (
-    CODEC_PARAMETERS,
-    load_codec,
-    parameters_of,
-    read_switch,
-    respond,
-    texts,
-)
-
-Array = npt.NDArray[Any]
+from inflight_backend.triton_models.text_base import TextModel, texts
 
 MAX_CHARACTERS = 2**22
 """Characters of all prompts, some million tokens; it takes seconds to encode them."""
@@ -128,26 +117,21 @@ class Preprocessor:
         return self._codec.encode_word(word) if word else []
 
 
-class TritonPythonModel:
+class TritonPythonModel(TextModel):
     """The model ``preprocessing``."""
 
-    def initialize(self, args: dict[str, str]) -> None:
-        """Load the tokenizer; a failure fails the load with one line."""
-        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+    switch = "add_special_tokens"
 
-        exit_with_parent(args["model_name"])
-        self._pb_utils = pb_utils
-        parameters = parameters_of(args, *CODEC_PARAMETERS, "add_special_tokens")
-        self._convert = Preprocessor(
-            load_codec(parameters),
-            adds_special_tokens=read_switch(parameters, "add_special_tokens", True),
+    def make_converter(
+        self, args: Mapping[str, str], parameters: Mapping[str, str], codec: TextCodec, is_on: bool
+    ) -> Preprocessor:
+        """See `TextModel.make_converter`."""
+        return Preprocessor(
+            codec,
+            adds_special_tokens=is_on,
             num_embeddings=_read_num_embeddings(parameters.get("gpt_model_path", "")),
             length_type=np.uint32 if "TYPE_UINT32" in args["model_config"] else np.int32,
         )
-
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """One response per request."""
-        return respond(self._pb_utils, requests, self._convert)
 
 
 def _read_num_embeddings(folder: str) -> int:

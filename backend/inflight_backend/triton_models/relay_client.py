@@ -29,7 +29,7 @@ from inflight_backend.triton.relay_wire import (
 )
 from inflight_backend.triton.watchdog import PeriodicTask, PeriodicTasks
 from inflight_backend.triton_io.inputs import RequestHead, read_head
-from inflight_backend.triton_io.sender import ErrorCodeFactory, ResponseFactory, ResponseSender
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 
 _logger = get_logger(__name__)
 
@@ -118,7 +118,7 @@ class RelayModel(ABC):
         policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
         self._is_decoupled = policy.get("decoupled", False)
         self._factory = ResponseFactory(pb_utils, self._is_decoupled)
-        self._coded = ErrorCodeFactory(pb_utils, self._is_decoupled)
+        self._coded = ResponseFactory(pb_utils, self._is_decoupled, tells_codes=True)
         self._model_name = model_name
         self._live: set[RelayedCall] = set()
         allow_many_connections()

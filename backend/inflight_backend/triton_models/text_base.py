@@ -7,23 +7,24 @@ texts: requests are bounded by both.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest, ServingError
 from inflight_backend.log import get_logger
 from inflight_backend.manager.parameters import check_keys, read_raw, set_or_empty
+from inflight_backend.process_guard import exit_with_parent
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_io.inputs import decode_text, read_head, read_inputs
-from inflight_backend.triton_io.sender import ErrorCodeFactory, ResponseFactory
+from inflight_backend.triton_io.sender import ResponseFactory
 
 _logger = get_logger(__name__)
 
-Array = npt.NDArray[Any]
 
 CODEC_PARAMETERS = ("tokenizer_dir", "gpt_model_path")
 """The parameters that say which tokenizer it is."""
@@ -69,14 +70,39 @@ def texts(inputs: Mapping[str, Array], name: str, num_rows: int) -> list[list[st
     return [[decode_text(name, each) for each in row.reshape(-1)] for row in inputs[name]]
 
 
-def respond(pb_utils: Any, requests: Sequence[Any], convert: Convert) -> list[Any]:
-    """One response per request; a bad one gets an error and does not affect the others."""
-    return [_respond(pb_utils, request, convert) for request in requests]
+class TextModel(ABC):
+    """A Triton model that converts the tensors of a request with the tokenizer.
+
+    ``switch``: its parameter that is true or false.
+    """
+
+    switch: ClassVar[str]
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the tokenizer; a failure fails the load with one line."""
+        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+
+        exit_with_parent(args["model_name"])
+        self._pb_utils = pb_utils
+        parameters = parameters_of(args, *CODEC_PARAMETERS, self.switch)
+        is_on = read_switch(parameters, self.switch, True)
+        self._convert = self.make_converter(args, parameters, load_codec(parameters), is_on)
+
+    @abstractmethod
+    def make_converter(
+        self, args: Mapping[str, str], parameters: Mapping[str, str], codec: TextCodec, is_on: bool
+    ) -> Convert:
+        """What converts; ``is_on``: the value of `switch`."""
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """One response per request; a bad one gets an error and does not affect the others."""
+        return [respond(self._pb_utils, request, self._convert) for request in requests]
 
 
-def _respond(pb_utils: Any, request: Any, convert: Convert) -> Any:
+def respond(pb_utils: Any, request: Any, convert: Convert) -> Any:
+    """The response to one request."""
     head = read_head(request)
-    factory = ErrorCodeFactory(pb_utils) if head.asks_for_codes else ResponseFactory(pb_utils)
+    factory = ResponseFactory(pb_utils, tells_codes=head.asks_for_codes)
     try:
         head.refuse_settings()
         inputs = read_inputs(request)

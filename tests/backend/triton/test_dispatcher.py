@@ -40,7 +40,7 @@ LEAVING = (
     "the server is shutting down: this answer is not complete",
     FakePbUtils.TritonError.UNAVAILABLE,
 )
-LONG = {"input_ids": [1], "request_output_len": 8000, "streaming": True}
+LONG: dict[str, Any] = {"input_ids": [1], "request_output_len": 8000, "streaming": True}
 """It takes 40 s on the engine of `endless_engine`."""
 
 
@@ -100,7 +100,11 @@ def dispatcher(make_dispatcher: Callable[..., ResponseDispatcher]) -> ResponseDi
 def held(dispatcher: ResponseDispatcher) -> Iterator[None]:
     """While entered, nothing is sent: what is put travels in one round."""
     release = threading.Event()
-    dispatcher.call_soon(lambda: release.wait(WAIT) and None)
+
+    def wait() -> None:
+        assert release.wait(WAIT)
+
+    dispatcher.call_soon(wait)
     try:
         yield
     finally:

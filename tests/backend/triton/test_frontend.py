@@ -292,8 +292,7 @@ def test_sequences_share_what_is_read_of_long_lists(server: Server) -> None:
         "random_seed": 5,
     }
     request = InferenceRequest(1, make_inputs(tensors))
-    limits = server.model._frontend._limits
-    assert limits is not None
+    limits = server.model._manager.limits
     first, second, third = (validate(one, limits) for one in copy_request(request, [2, 3]))
     assert first.sampling.bias is second.sampling.bias is third.sampling.bias
     assert len(first.sampling.bias) == server.engine.vocab_size

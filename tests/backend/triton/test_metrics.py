@@ -155,7 +155,7 @@ def test_what_a_model_loaded_before_leaves_on_the_page_does_not_stay(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton ends it when this one is there, and here nothing changes."""
-    monkeypatch.setattr("inflight_backend.triton.metrics._ANEW_SECONDS", 0.05)
+    monkeypatch.setattr("inflight_backend.triton.metrics._REPEAT_SECONDS", 0.05)
     monkeypatch.setattr(FakePbUtils, "families", {})
     make_server(CountingEngine(num_blocks=24))
     place = ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type=free")

@@ -10,11 +10,11 @@ from support.triton_harness import WAIT, error_of
 from support.triton_stub import FailingSender, FakePbUtils, FakeResponse, FakeSender, HeldSender
 
 from inflight_backend.manager.statistics import EventCounter
-from inflight_backend.requests.inference_request import NamedTensor
+from inflight_backend.requests.inference_request import Array, NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.frontend import SharedStream
 from inflight_backend.triton_io import sender as module
-from inflight_backend.triton_io.sender import Array, ResponseFactory, ResponseSender
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_backend.triton_io.token_stream import TokenStream
 
 INTERNAL = FakePbUtils.TritonError.INTERNAL

@@ -39,7 +39,14 @@ from inflight_backend.triton.watchdog import (
     Watchdog,
 )
 from inflight_backend.triton_io.sender import ResponseSender
-from inflight_backend.triton_models import bls, postprocessing, preprocessing, relay_client, vllm
+from inflight_backend.triton_models import (
+    bls,
+    postprocessing,
+    preprocessing,
+    relay_client,
+    text_base,
+    vllm,
+)
 from inflight_scheduler import ScheduledBatch
 from inflight_server.serve.settings import DEMO_MODEL
 
@@ -332,7 +339,7 @@ def test_a_process_ends_soon_after_its_parent() -> None:
 def test_every_added_model_watches_its_server(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `tensorrt_llm` does, which is seen in tests/e2e/test_supervision.py."""
     watched: list[str] = []
-    for module in (relay_client, preprocessing, postprocessing):
+    for module in (relay_client, text_base):
         monkeypatch.setattr(module, "exit_with_parent", watched.append)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
     parameters = {"gpt_model_path": {"string_value": str(DEMO_MODEL)}}
