@@ -35,6 +35,13 @@ class Gate(threading.Event):
         """Clear the gate when so many more steps have begun, however fast they are."""
         self._num_left = num_steps
 
+    def go_on(self, num_steps: int) -> None:
+        """Let the step that waits go on, until so many more have begun; the last of them waits."""
+        self.is_reached.clear()
+        self.close_after(num_steps - 1)
+        self.set()
+        assert self.is_reached.wait(WAIT)
+
     def __call__(self, batch: ScheduledBatch) -> None:
         """Before a step."""
         if self._num_left is not None:
@@ -86,12 +93,6 @@ class Server:
                 "model_version": "1",
             }
         )
-
-    @contextmanager
-    def full_disk(self) -> Iterator[None]:
-        """While entered, no status can be written."""
-        with full_disk(self.status_file):
-            yield
 
     def end_all(self) -> None:
         """What the launcher does when the drain time is over."""

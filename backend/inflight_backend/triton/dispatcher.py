@@ -166,7 +166,8 @@ class ResponseDispatcher:
         self._put(_Call(lambda: _send_answer(stream, name, text), len(text)))
 
     def call_soon(self, run: Callable[[], None]) -> None:
-        """Call ``run``, which must not raise, on the thread that sends; from any thread."""
+        """Call ``run`` on the thread that sends; from any thread. It should handle its errors: one
+        that it raises ends the requests of the round."""
         self._put(_Call(run))
 
     def resume(self) -> None:
@@ -210,12 +211,12 @@ class ResponseDispatcher:
     def _send_or_end(self, messages: Sequence[_Message]) -> int:
         """`_send_round`; if even that fails, end every request in it. Returns how many requests
         were served."""
-        for message in messages:
-            if isinstance(message, _Call):
-                message.run()
-                self._progress.moved()
         responses = [message for message in messages if isinstance(message, tuple)]
         try:
+            for message in messages:
+                if isinstance(message, _Call):
+                    message.run()
+                    self._progress.moved()
             return self._send_round(responses)
         except BaseException:  # the thread must live: no other thread sends
             _logger.exception("a round of responses failed; its requests end")

@@ -8,7 +8,6 @@ hypothesis writes the story, the rules must hold whatever it is.
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
 import threading
 import time
@@ -559,18 +558,14 @@ def test_a_request_that_fills_the_pool_and_short_ones_both_progress(
 
 @pytest.mark.case(81)
 def test_prompts_of_64k_tokens_beside_generation_keep_token_gaps_bounded() -> None:
-    """Who generates gets a token in every iteration, no iteration is over the budget, and what the
-    host does for a long prompt does not hold anybody up."""
+    """Every request that generates gets a token in every iteration, and no iteration is over the
+    budget."""
     budget, length = 1024, 2**16
-    largest: list[int] = []
-    generating: list[int] = []
-    times: list[float] = []
+    sizes: list[tuple[int, int]] = []  # of iterations: tokens of chunks, requests that generate
 
     def measure(batch: ScheduledBatch) -> None:
         chunks = sum(len(chunk.tokens) for chunk in batch.context_chunks)
-        largest.append(chunks + len(batch.generation_slots))
-        generating.append(len(batch.generation_slots))
-        times.append(time.monotonic())
+        sizes.append((chunks, len(batch.generation_slots)))
 
     engine = CountingEngine(
         num_blocks=5000,
@@ -584,7 +579,7 @@ def test_prompts_of_64k_tokens_beside_generation_keep_token_gaps_bounded() -> No
 
     def add_long(request_id: int, is_final: bool) -> None:
         if len(recorder.tokens(1)) == 5 and not began:
-            began.append(len(largest))
+            began.append(len(sizes))
             recorder.pending += [request(100 + k, [3 + k] * length, 2) for k in range(2)]
 
     recorder.on_response = add_long
@@ -595,15 +590,10 @@ def test_prompts_of_64k_tokens_beside_generation_keep_token_gaps_bounded() -> No
     )
     with running(recorder, engine, params=params):
         recorder.wait_for_finals(*range(1, 9), 100, 101)
-    assert max(largest) <= budget
-    during = slice(began[0] + 1, began[0] + 2 * length // budget)
-    assert min(generating[during]) == 8, "somebody who generates was left out of an iteration"
-    assert min(largest[during]) > budget - 8 - 32, "the long prompts did run beside them"
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    assert sorted(gaps[during])[len(gaps[during]) // 2] < 0.1
-    assert max(gaps[began[0] - 1 : during.stop]) < 5.0, (
-        "seconds; 0.06 to 0.35 at a load of 10 to 20 on two cores"
-    )
+    assert max(map(sum, sizes)) <= budget
+    during = sizes[began[0] + 1 : began[0] + 2 * length // budget]
+    assert {num_generating for _, num_generating in during} == {8}
+    assert min(map(sum, during)) > budget - 8 - 32, "the long prompts did run beside them"
 
 
 @pytest.mark.slow

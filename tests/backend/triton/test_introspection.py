@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,42 +78,14 @@ def test_why_tells_running_waiting_queued_and_gone(server: Server, gate: threadi
         assert sender.is_final.wait(WAIT)
 
 
-class Steps:
-    """Lets an engine take as many steps as are granted, and counts those that have begun."""
-
-    def __init__(self) -> None:
-        self.num_begun = self._num_granted = 0
-        self._granted = threading.Semaphore(0)
-
-    def __call__(self, batch: ScheduledBatch) -> None:
-        self.num_begun += 1
-        assert self._granted.acquire(timeout=WAIT)
-
-    def go_on_until(self, num_begun: int) -> None:
-        """The step of this number has begun, and waits."""
-        while self._num_granted < num_begun - 1:
-            self._num_granted += 1
-            self._granted.release()
-        wait_until(lambda: self.num_begun == num_begun)
-
-    def let_go(self) -> None:
-        self._granted.release(100_000)
-
-
-@pytest.fixture
-def steps() -> Iterator[Steps]:
-    made = Steps()
-    yield made
-    made.let_go()
-
-
 def test_why_tells_of_the_first_sequence_that_has_not_ended(
-    make_server: MakeServer, steps: Steps
+    make_server: MakeServer, gate: Gate
 ) -> None:
     """Two places, and one taken by another request: the sequences run one after the other."""
-    server = make_server(CountingEngine(before_step=steps), max_batch_size="2")
+    server = make_server(CountingEngine(before_step=gate), max_batch_size="2")
+    gate.close_after(0)
     senders = [server.send("long", input_ids=[1], request_output_len=200)]
-    steps.go_on_until(1)
+    assert gate.is_reached.wait(WAIT)
     senders.append(
         server.send(
             "many", input_ids=[2], request_output_len=10, num_return_sequences=2, streaming=True
@@ -124,21 +95,21 @@ def test_why_tells_of_the_first_sequence_that_has_not_ended(
     answer = json.loads(answer_of(server.ask("many", why=True), "why"))
     assert [answer[name] for name in which] == ["queued", 1, 2]
 
-    steps.go_on_until(5)  # the first one runs, the other one is queued
+    gate.go_on(4)  # the first one runs, the other one is queued
     asked = [server.send("many", why=True)]
     senders.append(server.send("urgent", input_ids=[3], request_output_len=10, priority=1.0))
-    steps.go_on_until(15)  # the first one has ended, and the urgent one is before the other
+    gate.go_on(10)  # the first one has ended, and the urgent one is before the other
     asked.append(server.send("many", why=True))
-    steps.go_on_until(25)  # the other one runs
+    gate.go_on(10)  # the other one runs
     asked.append(server.send("many", why=True))
-    steps.go_on_until(30)
+    gate.go_on(5)
     told = []
     for sender in asked:
         assert sender.is_final.wait(WAIT)
         answer = json.loads(answer_of(sender, "why"))
         told.append([answer[name] for name in which])
     assert told == [["generation", 1, 2], ["queued", 2, 2], ["generation", 2, 2]]
-    steps.let_go()
+    gate.set()
     for sender in senders:
         assert sender.is_final.wait(WAIT)
     answer = json.loads(answer_of(server.ask("many", why=True), "why"))

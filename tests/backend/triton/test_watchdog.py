@@ -177,14 +177,14 @@ def test_a_stall_that_cannot_be_told_is_silence_until_it_can(
 ) -> None:
     gate.clear()
     server = make_server(CountingEngine(before_step=gate), stall_seconds=str(STALL))
-    with server.full_disk():
+    with full_disk(server.status_file):
         assert server.send(input_ids=[1], request_output_len=5).is_final.wait(10)
         wait_until(lambda: not server.model.is_ready())
         os.utime(server.status_file, (1, 1))
         time.sleep(2 * STALL)  # beats come after a quarter of it
         assert beat_of(server.status_file) == 10**9
     wait_for_phase(server, "unhealthy")
-    with server.full_disk():
+    with full_disk(server.status_file):
         gate.set()
         wait_until(server.model.is_ready)
         assert phase_of(server) == "unhealthy"
@@ -207,7 +207,7 @@ def test_a_load_that_cannot_be_told_is_told_when_it_can(
 @pytest.mark.case(100)
 def test_a_drain_that_cannot_be_told_is_told_when_it_can(make_server: MakeServer) -> None:
     server = make_server(CountingEngine())
-    with server.full_disk():
+    with full_disk(server.status_file):
         server.drain_file.touch()
         wait_until(lambda: not server.model.is_ready())
         time.sleep(0.3)  # it looks ten times a second
