@@ -25,10 +25,10 @@ import numpy as np
 
 from inflight_backend.errors import CapacityText, RefusalText
 from inflight_backend.log import get_logger
-from inflight_backend.requests.inference_request import NamedTensor
+from inflight_backend.requests.inference_request import Array, NamedTensor
 from inflight_backend.triton.watchdog import Progress
 from inflight_backend.triton_io.beam_stream import BeamStream
-from inflight_backend.triton_io.sender import Array, ResponseSender
+from inflight_backend.triton_io.sender import ResponseSender
 from inflight_backend.triton_io.token_stream import AnswerStream, TokenExtras
 
 

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 from inflight_backend.errors import CapacityExceeded, ServingError
 from inflight_backend.log import get_logger
 from inflight_backend.process_guard import exit_with_parent
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.triton.relay_wire import (
-    Array,
     RelayedRequest,
     RelayedResponse,
     Tensors,
