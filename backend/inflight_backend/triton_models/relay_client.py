@@ -58,8 +58,10 @@ class RelayedCall:
         """All tensors of the answer; `last` says how it ended when there are no more."""
         try:
             connect(self._connection, self._model_name)
-            if not self._is_stopped:
-                self._connection.sendall(self._message)
+            if self._is_stopped:
+                self.last = RelayedResponse(is_final=True)
+                return
+            self._connection.sendall(self._message)
             self._message = b""  # which may be a prompt of many MB
             for response in read_messages(self._connection):
                 assert isinstance(response, RelayedResponse), "the other side answers"
