@@ -592,7 +592,7 @@ def test_prompts_of_64k_tokens_beside_generation_keep_token_gaps_bounded() -> No
         recorder.wait_for_finals(*range(1, 9), 100, 101)
     assert max(map(sum, sizes)) <= budget
     during = sizes[began[0] + 1 : began[0] + 2 * length // budget]
-    assert {num_generating for _, num_generating in during} == {8}
+    assert min(num_generating for _, num_generating in during) == 8
     assert min(map(sum, during)) > budget - 8 - 32, "the long prompts did run beside them"
 
 
