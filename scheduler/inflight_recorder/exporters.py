@@ -47,6 +47,7 @@ _CHART_HEIGHT, _CHART_GAP = 64, 34
 _ROWS_HEIGHT, _STACK_HEIGHT = 620, 300
 _TITLE_SIZE, _TITLE_ASPECT = 17, 0.6  # and how wide a letter is for its height
 _FAINT, _GRID = "#66727f", "#e7ebf0"
+_AT_END = ' text-anchor="end"'
 
 _Merge = Callable[[Sequence[int]], float]
 
@@ -94,11 +95,21 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, more: str 
     )
 
 
+def _text(x: float, y: float, text: str, kind: str = "small", more: str = "") -> str:
+    place = f'x="{round(x, 1):g}" y="{round(y, 1):g}"'
+    return f'<text class="{kind}" {place}{more}>{escape(text)}</text>'
+
+
+def _beside(y: float, text: str) -> str:
+    """In the margin on the left."""
+    return _text(_LEFT - 10, y, text, more=_AT_END)
+
+
 def _title(text: str) -> str:
     """On one line, however long the name of a user's scheduler is."""
     size = _PLOT / (_TITLE_ASPECT * len(text))
     smaller = f' style="font-size: {size:.1f}px"' if size < _TITLE_SIZE else ""
-    return f'<text class="title" x="{_LEFT}" y="30"{smaller}>{escape(text)}</text>'
+    return _text(_LEFT, 30, text, "title", smaller)
 
 
 def _legend(timeline: Timeline, has_rows: bool) -> Iterator[str]:
@@ -106,11 +117,11 @@ def _legend(timeline: Timeline, has_rows: bool) -> Iterator[str]:
     for activity in shown_activities(timeline):
         name = ACTIVITY_NAMES[activity]
         yield _rect(x, 45, 12, 12, COLOURS[activity], ' rx="2"/>')
-        yield f'<text class="label" x="{x + 18:.0f}" y="55">{name}</text>'
+        yield _text(x + 18, 55, name, "label")
         x += 18 + 6.7 * len(name) + 22
     if has_rows and (name := crosses(timeline)):
         yield _cross(x + 5, 51, 4)
-        yield f'<text class="label" x="{x + 16:.0f}" y="55">{name}</text>'
+        yield _text(x + 16, 55, name, "label")
 
 
 def _cross(x: float, y: float, size: float) -> str:
@@ -139,9 +150,8 @@ def _grid(timeline: Timeline, top: float, height: float) -> Iterator[str]:
             f'<path d="M{x:.1f} {top - 4:.1f}V{top + height + 4:.1f}" stroke="{_GRID}" '
             'stroke-width="1"/>'
         )
-        yield f'<text class="small" x="{x:.1f}" y="{top - 7}" text-anchor="middle">'
-        yield f"{number:,}</text>"
-    yield f'<text class="small" x="{_LEFT - 10}" y="{top - 7}" text-anchor="end">iteration</text>'
+        yield _text(x, top - 7, f"{number:,}", more=' text-anchor="middle"')
+    yield _beside(top - 7, "iteration")
 
 
 def _rows(timeline: Timeline, row_height: float) -> Iterator[str]:
@@ -151,10 +161,7 @@ def _rows(timeline: Timeline, row_height: float) -> Iterator[str]:
     for number, lane in enumerate(timeline.lanes):
         y = _TOP + number * row_height
         if number % every == 0:
-            yield (
-                f'<text class="small" x="{_LEFT - 10}" y="{y + row_height / 2 + 4:.1f}" '
-                f'text-anchor="end">{lane.request_id}</text>'
-            )
+            yield _beside(y + row_height / 2 + 4, str(lane.request_id))
         for interval in lane.intervals:
             x = _x(timeline, interval.start)
             width = max(_x(timeline, interval.end) - x, 0.6)
@@ -192,10 +199,8 @@ _STACK_ORDER = (
 def _stack(timeline: Timeline, height: float) -> Iterator[str]:
     """How many requests did what, averaged over the iterations of each column."""
     bottom = _TOP + height
-    yield (
-        f'<text class="small" x="{_LEFT}" y="{bottom + 16:.0f}">requests in flight, by what they '
-        f"do (more than {MAX_ROWS}: no rows)</text>"
-    )
+    note = f"requests in flight, by what they do (more than {MAX_ROWS}: no rows)"
+    yield _text(_LEFT, bottom + 16, note)
     changes = {activity: [0] * (timeline.num_iterations + 1) for activity in Activity}
     for lane in timeline.lanes:
         for interval in lane.intervals:
@@ -212,8 +217,8 @@ def _stack(timeline: Timeline, height: float) -> Iterator[str]:
     for activity, top in reversed(tops):  # each covers a part of those before it
         path = _area(top, bottom, height / highest)
         yield f'<path d="{path}" fill="{COLOURS[activity]}"/>'
-    for value, y in ((round(highest), _TOP + 13), (0, bottom + 4)):
-        yield f'<text class="small" x="{_LEFT - 10}" y="{y:.0f}" text-anchor="end">{value:,}</text>'
+    yield _beside(_TOP + 13, f"{round(highest):,}")
+    yield _beside(bottom + 4, "0")
 
 
 def _charts(timeline: Timeline, top: float) -> Iterator[str]:
@@ -232,10 +237,7 @@ def _charts(timeline: Timeline, top: float) -> Iterator[str]:
         chart_top = top + place * (_CHART_HEIGHT + _CHART_GAP)
         yield from _chart(chart_top, name, series, max(highest, 1), merge)
     duration = seconds(timeline.start_us[-1] - timeline.start_us[0])
-    yield (
-        f'<text class="small" x="{_LEFT + _PLOT}" y="{top - 10:.0f}" text-anchor="end">'
-        f"{duration} in all</text>"
-    )
+    yield _text(_LEFT + _PLOT, top - 10, f"{duration} in all", more=_AT_END)
 
 
 def _chart(
@@ -243,15 +245,15 @@ def _chart(
 ) -> Iterator[str]:
     """Areas, the first behind the others; iterations of a column are merged by ``merge``."""
     bottom = top + _CHART_HEIGHT
-    yield f'<text class="label" x="{_LEFT}" y="{top - 8:.0f}">{escape(name)}</text>'
+    yield _text(_LEFT, top - 8, name, "label")
     yield f'<path d="M{_LEFT} {top:.1f}H{_LEFT + _PLOT}" stroke="{_GRID}"/>'
     for values, colour in series:
         columns = [min(value, highest) for value in _columns(values, merge)]
         path = _area(columns, bottom, _CHART_HEIGHT / highest)
         yield f'<path d="{path}" fill="{colour}" fill-opacity="0.9"/>'
     yield f'<path d="M{_LEFT} {bottom:.1f}H{_LEFT + _PLOT}" stroke="{_FAINT}" stroke-width="0.8"/>'
-    for value, y in ((highest, top + 4), (0, bottom + 4)):
-        yield f'<text class="small" x="{_LEFT - 10}" y="{y:.0f}" text-anchor="end">{value:,}</text>'
+    yield _beside(top + 4, f"{highest:,}")
+    yield _beside(bottom + 4, "0")
 
 
 def _columns(values: Sequence[int], merge: _Merge) -> list[float]:

@@ -444,32 +444,30 @@ def apply_changes(ids: tuple[int, ...], changes: Iterable[int]) -> tuple[int, ..
 
 def unpack_iteration(packed: bytes) -> Iteration:
     """What `recorder.pack_iteration` was given, with names."""
-    number, start_us, step_us, num_free_blocks, arrivals, decided, ends, *rest = marshal.loads(
-        packed
-    )
-    growths, partial_matches, late_matches, drafts, beams, *flags = rest
+    number, start_us, step_us, num_free, arrivals, decided, *rest = marshal.loads(packed)
     decision = None
     if decided is not None:
         context, told, paused = decided
         is_whole = isinstance(told, bytes)
         generation = tuple(array("Q", told)) if is_whole else ()
         changes = None if is_whole else told or ()
-        decision = Decision(tuple(map(Chunk._make, _rows(context, 2))), generation, changes, paused)
+        decision = Decision(_named(Chunk, context), generation, changes, paused)
+    kinds = (End, Growth, PartialMatch, PartialMatch, Drafts, BeamTrace)
     return Iteration(
         number,
         start_us,
         step_us,
-        num_free_blocks,
+        num_free,
         tuple([Arrival(*row) for row in _rows(arrivals, 7)]),
         decision,
-        tuple(map(End._make, _rows(ends, 2))),
-        tuple(map(Growth._make, _rows(growths, 2))),
-        tuple(map(PartialMatch._make, _rows(partial_matches, 2))),
-        tuple(map(PartialMatch._make, _rows(late_matches, 2))),
-        tuple(map(Drafts._make, _rows(drafts, 4))),
-        tuple(map(BeamTrace._make, _rows(beams, 2))),
-        *flags,
+        *map(_named, kinds, rest),
+        *rest[len(kinds) :],
     )
+
+
+def _named(kind: Any, fields: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A ``kind`` for each of the rows."""
+    return tuple(map(kind._make, _rows(fields, len(kind._fields))))
 
 
 def _rows(fields: tuple[Any, ...], width: int) -> Iterator[tuple[Any, ...]]:

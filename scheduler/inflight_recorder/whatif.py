@@ -142,22 +142,19 @@ class _Run:
         """Requests that have come by now join the queue, or are refused."""
         while self._coming and self._coming[0][1].arrival_us <= self._clock.time_us:
             number, job = self._coming.popleft()
-            if self._is_refused(_request(number, job)):
+            reason = refusal_reason(
+                _request(number, job),
+                block_manager=self._simulation.block_manager,
+                max_num_tokens=self._settings.max_num_tokens,
+                may_pause=self._settings.may_pause,
+                may_chunk=self._settings.chunking is not None,
+            )
+            if reason is not None:
                 self._num_refused += 1
                 continue
             self._latencies.arrived(number, job.arrival_us)
             rank = rank_at_arrival(number, job.priority, self._settings.priority_span)
             heapq.heappush(self._queue, (rank, number, job))
-
-    def _is_refused(self, request: LlmRequest) -> bool:
-        reason = refusal_reason(
-            request,
-            block_manager=self._simulation.block_manager,
-            max_num_tokens=self._settings.max_num_tokens,
-            may_pause=self._settings.may_pause,
-            may_chunk=self._settings.chunking is not None,
-        )
-        return reason is not None
 
     def _admit(self) -> None:
         """Make as many active as there are places, each at its place in the order."""
