@@ -460,12 +460,11 @@ def unpack_iteration(packed: bytes) -> Iteration:
         num_free,
         tuple([Arrival(*row) for row in _rows(arrivals, 7)]),
         decision,
-        *map(_named, kinds, rest),
-        *rest[len(kinds) :],
+        *[*map(_named, kinds, rest), *rest[len(kinds) :]],
     )
 
 
-def _named(kind: Any, fields: tuple[Any, ...]) -> tuple[Any, ...]:
+def _named(kind: Any, fields: tuple[Any, ...]) -> Any:
     """A ``kind`` for each of the rows."""
     return tuple(map(kind._make, _rows(fields, len(kind._fields))))
 
