@@ -150,10 +150,15 @@ def test_headers_of_the_settings_go_with_every_call(local_grpc: Local) -> None:
     assert value not in repr(FrontSettings(headers=headers))
 
 
+def answer_with_a_strange_index(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
+    for index in (0, 7):
+        yield {"text_output": ["x"], "sequence_length": [1], "sequence_index": [index]}
+
+
 def test_a_failure_in_mid_stream_is_an_event(
-    local_grpc: Local, caplog: pytest.LogCaptureFixture
+    local_grpc: Local, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    local_grpc.triton.is_strange = True
+    monkeypatch.setattr(LocalTriton, "answer", answer_with_a_strange_index)
     body = {**COMPLETION, "n": 2, "stream": True}
     answer = request(local_grpc, "POST", COMPLETIONS_PATH, body=body)
     assert answer.status_code == 200

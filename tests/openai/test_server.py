@@ -24,8 +24,9 @@ from client.conftest import Local
 from support.local_server import Arrival, LocalTriton, ModelError
 from support.openai_front import COMPLETION, COMPLETIONS_PATH, DESCRIPTION, app_of
 
+from inflight_backend.log import leave_out_messages
 from inflight_openai import app, server, triton_client
-from inflight_openai.server import PrivateFormatter, run, serving
+from inflight_openai.server import run, serving
 from inflight_openai.settings import FrontSettings
 
 WAIT_SECONDS = 90.0
@@ -101,7 +102,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[io.StringIO]:
     caplog.set_level(logging.DEBUG)
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(PrivateFormatter())
+    handler.addFilter(leave_out_messages)
     logging.root.addHandler(handler)
     yield written
     logging.root.removeHandler(handler)
