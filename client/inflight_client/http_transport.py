@@ -23,7 +23,7 @@ import httpx
 from inflight_client.address import Address
 from inflight_client.errors import InflightError, RequestTimeout, ServerError, StreamInterrupted
 from inflight_client.headers import Headers, denied
-from inflight_client.options import Request, Response, stop_request
+from inflight_client.options import Request, Response, question
 
 _DENIED = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 
@@ -146,7 +146,7 @@ class HttpResponses:
     async def _stop(self) -> None:
         if not self._request.is_generation:
             return
-        request = stop_request(self._request.model, self._request.request_id)
+        request = question(self._request.model, "stop", self._request.request_id)
         with suppress(InflightError):  # best effort: the caller has another error already
             async for _ in HttpResponses(self._transport, request, STOP_TIMEOUT).receive():
                 pass

@@ -25,10 +25,9 @@ from inflight_client.options import (
     Request,
     Response,
     generate_request,
+    question,
     read_chunk,
-    read_stats,
-    stats_request,
-    stop_request,
+    read_objects,
 )
 from inflight_protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
 
@@ -78,8 +77,8 @@ ALL_CALLS = {
     "tokens": make_call([1, 2, 3], **EVERY_OPTION),
     "one token": make_call([1]),
     "whole text": make_call(is_streaming=False),
-    "stop": stop_request("tensorrt_llm", "x"),
-    "stats": stats_request("tensorrt_llm", is_feed=True),
+    "stop": question("tensorrt_llm", "stop", "x"),
+    "stats": question("tensorrt_llm", "stats", stream=True),
 }
 
 
@@ -184,23 +183,10 @@ def test_padding_behind_the_count_is_dropped() -> None:
     assert read_chunk(response) == GenerateChunk(token_ids=(4, 5))
 
 
-@pytest.mark.parametrize(
-    ("counts", "include_prompt", "finish"),
-    [((2, 2), False, "length"), ((2, 1), False, "stop"), ((2, 2), True, None), ((), False, None)],
-)
-def test_finish(counts: tuple[int, ...], include_prompt: bool, finish: str | None) -> None:
-    answer = AnswerCollector(make_call([1], 4, exclude_input_in_output=not include_prompt))
-    answer.add(Response({}))
-    for count in counts:
-        answer.add(Response({"output_ids": [7] * count, "sequence_length": [count]}))
-
-    assert answer.results()[0].finish == finish
-    assert answer.results()[0].token_ids == (7,) * sum(counts)
-
-
-def test_statistics_that_are_not_json() -> None:
-    with pytest.raises(ServerError, match="statistics that are not JSON"):
-        read_stats(Response({"stats": ["{"]}))
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "is no JSON object")])
+def test_an_answer_that_is_no_object_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(ServerError, match=f"the server sent why that {message}"):
+        read_objects(Response({"why": [text]}), "why")
 
 
 def test_bytes_that_are_no_text_are_marked() -> None:
@@ -248,10 +234,10 @@ def test_model_name_cannot_leave_its_place_in_the_path() -> None:
         ("length", "length"),
         ("timed_out", "timed_out"),
         ("cancelled", "cancelled"),
-        ("not_finished", "length"),  # then the count tells
+        ("not_finished", None),
     ],
 )
-def test_the_server_says_why_it_ended(reason: str, finish: str) -> None:
+def test_the_server_says_why_it_ended(reason: str, finish: str | None) -> None:
     answer = AnswerCollector(make_call([1], 1, is_streaming=False))
     tensors: dict[str, Any] = {"output_ids": [7], "sequence_length": [1], "finish_reason": [reason]}
     answer.add(Response(tensors))
