@@ -7,12 +7,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from tritonclient.grpc import service_pb2
-from tritonclient.utils import serialize_byte_tensor
 
 from inflight_client.errors import InvalidArgument, ServerError
-from inflight_client.grpc_transport import decode_response, encode_request
-from inflight_client.http_transport import decode_event, encode_body, error_of_status, model_path
+from inflight_client.grpc_transport import encode_request
+from inflight_client.http_transport import encode_body
 from inflight_client.options import (
     FINISH_OUTPUT,
     INDEX_OUTPUT,
@@ -187,43 +185,6 @@ def test_padding_behind_the_count_is_dropped() -> None:
 def test_an_answer_that_is_no_object_is_an_error(text: str, message: str) -> None:
     with pytest.raises(ServerError, match=f"the server sent why that {message}"):
         read_objects(Response({"why": [text]}), "why")
-
-
-def test_bytes_that_are_no_text_are_marked() -> None:
-    message = service_pb2.ModelStreamInferResponse()
-    message.infer_response.outputs.add(name="text_output", datatype="BYTES", shape=[1, 2])
-    array = np.array([[b"caf\xc3\xa9", b"\xff"]], dtype=np.object_)
-    message.infer_response.raw_output_contents.append(serialize_byte_tensor(array).item())
-
-    response, is_final = decode_response(message)
-
-    assert response.tensors == {"text_output": ["café", "\ufffd"]}
-    assert not is_final
-
-
-@pytest.mark.parametrize("data", ["", "[1]", "{", "null"])
-def test_event_that_is_not_an_object(data: str) -> None:
-    with pytest.raises(ServerError, match="not a JSON object"):
-        decode_event(data)
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b'{"error":"unknown model"}', "unknown model"),
-        (b'data: {"error":"no prompt"}\n\n', "no prompt"),
-        (b"<html>proxy</html>", "HTTP status 502: <html>proxy</html>"),
-        (b"", "HTTP status 502: no explanation"),
-        (b"[]", r"HTTP status 502: \[\]"),
-    ],
-)
-def test_error_of_an_http_status(body: bytes, message: str) -> None:
-    with pytest.raises(ServerError, match=f"^{message}$"):
-        raise error_of_status(502, body)
-
-
-def test_model_name_cannot_leave_its_place_in_the_path() -> None:
-    assert model_path("../a?b", "ready") == "/v2/models/..%2Fa%3Fb/ready"
 
 
 @pytest.mark.parametrize(
