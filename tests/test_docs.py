@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[1]
         "write_performance_docs.py",
         "write_reliability_docs.py",
         "write_compatibility_docs.py",
-        "write_clients_docs.py",
         "write_structure_docs.py",
     ],
 )

@@ -23,8 +23,7 @@ from support.server_process import HOST, TRITONSERVER, ServeProcess, assert_coun
 from tritonclient.grpc import service_pb2
 
 from inflight_client import AsyncInflightClient, InflightClient, grpc_transport
-from inflight_client.options import ready_request
-from inflight_protocol import LLM_MODEL_NAME
+from inflight_client.options import Request
 
 pytestmark = pytest.mark.e2e
 
@@ -140,7 +139,7 @@ def test_thousand_idle_streams_do_not_block_others(server: ServeProcess) -> None
     began = time.monotonic()
     assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 60)), 60)
     assert time.monotonic() - began < 20.0
-    question = grpc_transport.encode_request(ready_request(LLM_MODEL_NAME)).SerializeToString()
+    question = grpc_transport.encode_request(Request({"ready": True})).SerializeToString()
     for idle in held:
         idle.ask(question)
     for each in calls:

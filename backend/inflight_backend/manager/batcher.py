@@ -146,7 +146,6 @@ def load_engine(
     thread.start()
     engine = loaded.result()
     thread.join()
-    check_pool(Path(model), engine)
     return engine
 
 

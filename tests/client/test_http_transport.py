@@ -1,4 +1,5 @@
-"""The event parser, against the examples of the standard and any way of cutting the bytes."""
+"""Events of a stream, against the examples of the standard and any way of cutting the bytes, and
+errors of HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight_client.http_transport import SseParser
+from inflight_client.errors import ServerError
+from inflight_client.http_transport import SseParser, decode_event, error_of_status, model_path
 
 
 def parse(pieces: list[bytes]) -> list[str]:
@@ -48,3 +50,28 @@ def test_cuts_do_not_matter(texts: list[str], newline: bytes, cuts: list[int]) -
     pieces = [stream[start:end] for start, end in pairwise(edges)]
 
     assert parse(pieces) == texts
+
+
+@pytest.mark.parametrize("data", ["", "[1]", "{", "null"])
+def test_event_that_is_not_an_object(data: str) -> None:
+    with pytest.raises(ServerError, match="not a JSON object"):
+        decode_event(data)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error":"unknown model"}', "unknown model"),
+        (b'data: {"error":"no prompt"}\n\n', "no prompt"),
+        (b"<html>proxy</html>", "HTTP status 502: <html>proxy</html>"),
+        (b"", "HTTP status 502: no explanation"),
+        (b"[]", r"HTTP status 502: \[\]"),
+    ],
+)
+def test_error_of_an_http_status(body: bytes, message: str) -> None:
+    with pytest.raises(ServerError, match=f"^{message}$"):
+        raise error_of_status(502, body)
+
+
+def test_model_name_cannot_leave_its_place_in_the_path() -> None:
+    assert model_path("../a?b", "ready") == "/v2/models/..%2Fa%3Fb/ready"

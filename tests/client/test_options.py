@@ -7,12 +7,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from tritonclient.grpc import service_pb2
-from tritonclient.utils import serialize_byte_tensor
 
 from inflight_client.errors import InvalidArgument, ServerError
-from inflight_client.grpc_transport import decode_response, encode_request
-from inflight_client.http_transport import decode_event, encode_body, error_of_status, model_path
+from inflight_client.grpc_transport import encode_request
+from inflight_client.http_transport import encode_body
 from inflight_client.options import (
     FINISH_OUTPUT,
     INDEX_OUTPUT,
@@ -25,10 +23,9 @@ from inflight_client.options import (
     Request,
     Response,
     generate_request,
+    question,
     read_chunk,
-    read_stats,
-    stats_request,
-    stop_request,
+    read_objects,
 )
 from inflight_protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
 
@@ -78,8 +75,8 @@ ALL_CALLS = {
     "tokens": make_call([1, 2, 3], **EVERY_OPTION),
     "one token": make_call([1]),
     "whole text": make_call(is_streaming=False),
-    "stop": stop_request("tensorrt_llm", "x"),
-    "stats": stats_request("tensorrt_llm", is_feed=True),
+    "stop": question("tensorrt_llm", "stop", "x"),
+    "stats": question("tensorrt_llm", "stats", stream=True),
 }
 
 
@@ -184,60 +181,10 @@ def test_padding_behind_the_count_is_dropped() -> None:
     assert read_chunk(response) == GenerateChunk(token_ids=(4, 5))
 
 
-@pytest.mark.parametrize(
-    ("counts", "include_prompt", "finish"),
-    [((2, 2), False, "length"), ((2, 1), False, "stop"), ((2, 2), True, None), ((), False, None)],
-)
-def test_finish(counts: tuple[int, ...], include_prompt: bool, finish: str | None) -> None:
-    answer = AnswerCollector(make_call([1], 4, exclude_input_in_output=not include_prompt))
-    answer.add(Response({}))
-    for count in counts:
-        answer.add(Response({"output_ids": [7] * count, "sequence_length": [count]}))
-
-    assert answer.results()[0].finish == finish
-    assert answer.results()[0].token_ids == (7,) * sum(counts)
-
-
-def test_statistics_that_are_not_json() -> None:
-    with pytest.raises(ServerError, match="statistics that are not JSON"):
-        read_stats(Response({"stats": ["{"]}))
-
-
-def test_bytes_that_are_no_text_are_marked() -> None:
-    message = service_pb2.ModelStreamInferResponse()
-    message.infer_response.outputs.add(name="text_output", datatype="BYTES", shape=[1, 2])
-    array = np.array([[b"caf\xc3\xa9", b"\xff"]], dtype=np.object_)
-    message.infer_response.raw_output_contents.append(serialize_byte_tensor(array).item())
-
-    response, is_final = decode_response(message)
-
-    assert response.tensors == {"text_output": ["café", "\ufffd"]}
-    assert not is_final
-
-
-@pytest.mark.parametrize("data", ["", "[1]", "{", "null"])
-def test_event_that_is_not_an_object(data: str) -> None:
-    with pytest.raises(ServerError, match="not a JSON object"):
-        decode_event(data)
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b'{"error":"unknown model"}', "unknown model"),
-        (b'data: {"error":"no prompt"}\n\n', "no prompt"),
-        (b"<html>proxy</html>", "HTTP status 502: <html>proxy</html>"),
-        (b"", "HTTP status 502: no explanation"),
-        (b"[]", r"HTTP status 502: \[\]"),
-    ],
-)
-def test_error_of_an_http_status(body: bytes, message: str) -> None:
-    with pytest.raises(ServerError, match=f"^{message}$"):
-        raise error_of_status(502, body)
-
-
-def test_model_name_cannot_leave_its_place_in_the_path() -> None:
-    assert model_path("../a?b", "ready") == "/v2/models/..%2Fa%3Fb/ready"
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "is no JSON object")])
+def test_an_answer_that_is_no_object_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(ServerError, match=f"the server sent why that {message}"):
+        read_objects(Response({"why": [text]}), "why")
 
 
 @pytest.mark.parametrize(
@@ -248,10 +195,10 @@ def test_model_name_cannot_leave_its_place_in_the_path() -> None:
         ("length", "length"),
         ("timed_out", "timed_out"),
         ("cancelled", "cancelled"),
-        ("not_finished", "length"),  # then the count tells
+        ("not_finished", None),
     ],
 )
-def test_the_server_says_why_it_ended(reason: str, finish: str) -> None:
+def test_the_server_says_why_it_ended(reason: str, finish: str | None) -> None:
     answer = AnswerCollector(make_call([1], 1, is_streaming=False))
     tensors: dict[str, Any] = {"output_ids": [7], "sequence_length": [1], "finish_reason": [reason]}
     answer.add(Response(tensors))
