@@ -162,8 +162,9 @@ class EbnfGuide:
         """False: answers share no limit."""
         return False
 
-    def recompile(self) -> None:
+    def recompile(self) -> LLMatcher | None:
         """None: a limit that is not shared would be met again."""
+        return None
 
 
 class EbnfMatcher:

@@ -348,7 +348,7 @@ def test_a_guide_that_cannot_be_taken_ends_its_request_only(
     requests = [ask(2, "regex", "abcd"), ask(3, "regex", "abc"), ask(4, num_new=8)]
     with monkeypatch.context() as patch:
         is_mine = (Guide(REGEX, "abcd"), 2)
-        real = matchers.to_grammar if place.startswith("compiler") else AnswerGuides.add
+        real: Any = matchers.to_grammar if place.startswith("compiler") else AnswerGuides.add
 
         def fail(*args: Any) -> Any:
             if args[0] in is_mine or args[1:2] == (2,):
