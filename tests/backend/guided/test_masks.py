@@ -233,7 +233,7 @@ LIKES_OTHER_END = bias(a=1e6, other_end=1e9)
     [
         # A grammar that is through ends the answer although min_length and a bias forbid that; one
         # that is not is never ended; a stop word ends any.
-        ("abc", {"min_length": 50, **bias(end=-1e9)}, "abc"),
+        ("abc", {"min_length": 20, **bias(end=-1e9)}, "abc"),
         ("abc", {"end_id": END, "stop_token_ids": [OTHER_END], "min_length": 20}, "abc"),
         ("a{3,9}", bias(a=1e6, end=1e9), "aaa"),
         ("a+bc+", {"stop_words_list": [CODEC.encode_word("b"), [1]], **bias(b=1e6)}, "ab"),
