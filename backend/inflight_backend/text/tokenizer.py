@@ -240,7 +240,7 @@ def _read_ids(folder: Path, kind: str) -> list[int]:
         value = read_json(folder, name).get(f"{kind}_token_id")
         if value is None or value == []:
             continue
-        ids = value if isinstance(value, list) else [value]
+        ids: list[Any] = value if isinstance(value, list) else [value]
         if len(ids) > _MAX_END_IDS:
             raise CheckpointError(
                 f"{name}: '{kind}_token_id' holds {len(ids)} ids, more than {_MAX_END_IDS}"
