@@ -70,7 +70,7 @@ from inflight_scheduler import (
 )
 
 if TYPE_CHECKING:
-    from inflight_backend.guided.masks import OwnGuide
+    from inflight_backend.guided.matchers import CompiledGuide
 
 
 _logger = get_logger(__name__)
@@ -472,12 +472,12 @@ class GptManager:
         self._guard.call("send_response", self._send_cb, request_id, [], True, error)
 
     def _activate(
-        self, request: InferenceRequest, llm_request: LlmRequest, guide: OwnGuide | None
+        self, request: InferenceRequest, llm_request: LlmRequest, guide: CompiledGuide | None
     ) -> None:
         """Make a request known to all parts of the manager, or to none."""
         try:
             if guide is not None:
-                self._rules.guides.add(request.request_id, *guide)
+                self._rules.guides.add(request.request_id, guide)
             self._rules.processors.add(request)
             self._active.add(llm_request)
             self._deadlines.add(llm_request)

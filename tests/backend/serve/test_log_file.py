@@ -28,10 +28,16 @@ PORT = (
     "Socket '127.0.0.1:8001' already in use \"\n"
 )
 LOADER = "tritonserver: error while loading shared libraries: libb64.so.0d: cannot open\n"
+ABORT = "double free or corruption (out)"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "server.log"
 
 
 @pytest.mark.parametrize(
-    ("log", "reason"),
+    ("text", "reason"),
     [
         (NOISE + LOAD_FAILED + DEPENDENT + NOISE, "ModuleNotFoundError: No module named 'nosuch'"),
         (
@@ -41,23 +47,13 @@ LOADER = "tritonserver: error while loading shared libraries: libb64.so.0d: cann
         (LOADER, LOADER.strip()),
         (NOISE + DEPENDENT, "error: creating server: Internal - failed to load all models"),
         (NOISE, ""),
-        ("", ""),
+        (PORT + "x" * 100 + "\n" + "idle\n" * 20_000, ""),  # only the end is read
     ],
 )
-def test_reason_is_one_clean_line(tmp_path: Path, log: str, reason: str) -> None:
-    file = tmp_path / "server.log"
-    file.write_text(log)
-    assert explain(file) == reason
-
-
-def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "server.log"
-    file.write_text(PORT + "x" * 100 + "\n" + "idle\n" * 20_000)
-    assert explain(file) == ""
-
-
-def test_no_log_explains_nothing(tmp_path: Path) -> None:
-    assert explain(tmp_path / "server.log") == ""
+def test_reason_is_one_clean_line(log: Path, text: str, reason: str) -> None:
+    assert explain(log) == "", "no log"
+    log.write_text(text)
+    assert explain(log) == reason
 
 
 @pytest.mark.parametrize(
@@ -66,28 +62,21 @@ def test_no_log_explains_nothing(tmp_path: Path) -> None:
         ["terminate called after throwing an instance of 'std::system_error'", "  what():  no"],
         ["tritonserver: a.cc:7: int f(): Assertion `x > 0' failed."],
         ["malloc(): unaligned tcache chunk detected"],
-        ["double free or corruption (out)"],
+        [ABORT],
         ["Fatal glibc error: pthread_mutex_lock.c:94: assertion failed"],
+        [],
     ],
 )
-def test_what_an_abort_says_is_told(tmp_path: Path, said: list[str]) -> None:
-    file = tmp_path / "server.log"
-    file.write_text(NOISE + "\n".join(said) + "\n" + NOISE)
-    assert explain_abort(file) == " ".join(line.strip() for line in said)
+def test_the_message_of_an_abort_is_told(log: Path, said: list[str]) -> None:
+    log.write_text(NOISE + "\n".join(said) + "\n" + PORT + LOADER + DEPENDENT)
+    assert explain_abort(log) == " ".join(line.strip() for line in said)
 
 
-def test_a_log_without_an_abort(tmp_path: Path) -> None:
-    file = tmp_path / "server.log"
-    file.write_text(NOISE + PORT + LOADER + DEPENDENT)
-    assert explain_abort(file) == ""
-
-
-def test_what_was_said_just_before_the_log_was_cut_is_told(tmp_path: Path) -> None:
+def test_a_message_just_before_the_log_was_cut_is_told(log: Path) -> None:
     """An abort may write a core for seconds: its last words are those of a living server."""
-    file = tmp_path / "server.log"
-    file.write_text("x" * MAX_BYTES + "\ndouble free or corruption (out)\n")
-    keep_small(file)
-    assert file.stat().st_size == 0
-    assert explain_abort(file) == "double free or corruption (out)"
-    file.write_text("idle\n" * 20_000)
-    assert explain_abort(file) == "", "long ago"
+    log.write_text("x" * MAX_BYTES + f"\n{ABORT}\n")
+    keep_small(log)
+    assert log.stat().st_size == 0
+    assert explain_abort(log) == ABORT
+    log.write_text("idle\n" * 20_000)
+    assert explain_abort(log) == "", "long ago"
