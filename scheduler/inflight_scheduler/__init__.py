@@ -25,6 +25,7 @@ from inflight_scheduler.planning.verification import can_verify
 from inflight_scheduler.policies.admission import refusal_reason
 from inflight_scheduler.policies.capacity import (
     POLICIES,
+    CacheCapacityScheduler,
     CapacityResult,
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
@@ -51,11 +52,9 @@ from inflight_scheduler.policies.resources import (
 from inflight_scheduler.policies.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,
-    ScheduleResult,
     SimpleScheduler,
     TrtGptModelType,
     find_policy,
-    make_capacity_scheduler,
     make_scheduler,
     policy_name,
 )
@@ -80,6 +79,7 @@ __all__ = [
     "BlockForecast",
     "BlockManager",
     "BlockPool",
+    "CacheCapacityScheduler",
     "Candidates",
     "CapacityResult",
     "CapacityScheduler",
@@ -106,7 +106,6 @@ __all__ = [
     "Resource",
     "ReuseStats",
     "SamplingParams",
-    "ScheduleResult",
     "ScheduledBatch",
     "SchedulerError",
     "SimpleScheduler",
@@ -123,7 +122,6 @@ __all__ = [
     "explain",
     "explain_left_out",
     "find_policy",
-    "make_capacity_scheduler",
     "make_scheduler",
     "policy_name",
     "rank_at_arrival",

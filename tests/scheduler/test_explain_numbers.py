@@ -40,8 +40,7 @@ STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
 def reasons_of(
     scheduler: RequestScheduler, active: list[LlmRequest], inflight: tuple[int, ...] = ()
 ) -> dict[int, str]:
-    decision = scheduler.schedule_request(active, inflight)
-    found = explain(scheduler, active, inflight, decision)
+    found = explain(scheduler, active, inflight)
     return {request_id: str(reason) for request_id, reason in found.items()}
 
 
@@ -240,7 +239,7 @@ def test_a_foreign_scheduler_keeps_its_reasons() -> None:
 def check(scheduler: RequestScheduler, active: Sequence[LlmRequest], lists: Lists) -> set[WaitCode]:
     """The property: exactly those who do not run have a reason, and its numbers are true."""
     assert isinstance(scheduler, SimpleScheduler)
-    reasons = explain(scheduler, active, (), lists)
+    reasons = explain(scheduler, active)
     running = {r.request_id for r in (*lists[0], *lists[1])}
     assert set(reasons) == {r.request_id for r in active} - running
     paused = {r.request_id for r in lists[2]}

@@ -14,10 +14,11 @@ enough of them the first would wait for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import add
+from typing import NamedTuple
 
 from inflight_scheduler.errors import ContextTooLong
 from inflight_scheduler.request import LlmRequest
@@ -50,10 +51,6 @@ class ContextChunking:
             raise ValueError(
                 f"unit_size {self.unit_size} exceeds max_context_length={self.max_context_length}"
             )
-
-    def chunk_sizes(self, lengths: Sequence[int], capacity: int | None) -> list[int]:
-        """`chunks` of contexts without drafts."""
-        return self.chunks(lengths, [0] * len(lengths), capacity)[0]
 
     def chunks(
         self, lengths: Sequence[int], num_drafts: Sequence[int], capacity: int | None
@@ -153,6 +150,22 @@ def _least(number: int, *bounds: int | None) -> int:
     return min(number, *(bound for bound in bounds if bound is not None), number)
 
 
+class BatchWalk(NamedTuple):
+    """How the walk over the fitting requests went: what was taken, and where it ended.
+
+    ``num_tokens`` are those of encoders, generation and contexts that run whole. ``end`` is the
+    first request that was refused: ``end_cost`` tokens are too many, or, if that is 0, the batch is
+    full. Requests before it that were not taken have another beam width, or cannot run.
+    """
+
+    encoders: list[LlmRequest]
+    context: list[LlmRequest]
+    generation: list[LlmRequest]
+    num_tokens: int
+    end: LlmRequest | None
+    end_cost: int
+
+
 class MicroBatchScheduler:
     """Fills one iteration, in order, up to ``max_batch_size`` requests and ``max_num_tokens``.
 
@@ -210,6 +223,15 @@ class MicroBatchScheduler:
         the order of its adapters (``lora_task_id``), those without one first.
         Raises `ContextTooLong` for a context that no iteration can hold.
         """
+        walk = self.walk(fitting_requests, inflight_request_ids)
+        chosen = _by_adapter(walk.encoders) + self.set_chunks(walk.context, walk.num_tokens)
+        return chosen, _by_adapter(walk.generation)
+
+    def walk(
+        self, fitting_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int] = ()
+    ) -> BatchWalk:
+        """The first half of `schedule`: which requests are taken, before contexts are cut."""
+        end, end_cost = None, 0
         encoders: list[LlmRequest] = []
         context: list[LlmRequest] = []
         generation: list[LlmRequest] = []
@@ -218,6 +240,7 @@ class MicroBatchScheduler:
         num_left, num_tokens = self.max_batch_size, 0
         for request in fitting_requests:
             if num_left == 0:
+                end = request
                 break
             state = request.state
             if not until <= state < after or request.request_id in inflight_request_ids:
@@ -231,6 +254,7 @@ class MicroBatchScheduler:
             else:
                 cost = request.beam_width + len(request.draft_tokens)
             if budget is not None and num_tokens + cost > budget:
+                end, end_cost = request, cost
                 break
             if is_context:
                 context.append(request)
@@ -242,8 +266,11 @@ class MicroBatchScheduler:
                 generation.append(request)
             num_tokens += cost
             num_left -= 1
-        chosen = _by_adapter(encoders) + self.set_chunks(context, num_tokens)
-        return chosen, _by_adapter(generation)
+        return BatchWalk(encoders, context, generation, num_tokens, end, end_cost)
+
+    def is_schedulable(self, request: LlmRequest) -> bool:
+        """True when the state of ``request`` lies inside the gate."""
+        return self.no_schedule_until_state <= request.state < self.no_schedule_after_state
 
     def num_tokens_to_compute(self, request: LlmRequest) -> int:
         """Prompt tokens left, without those that a fresh context finds in the reuse cache."""
@@ -253,34 +280,39 @@ class MicroBatchScheduler:
         return num_tokens
 
     def set_chunks(self, context: list[LlmRequest], num_other_tokens: int) -> list[LlmRequest]:
-        """The contexts that run, cut to what ``num_other_tokens`` leave of the budget.
+        """The contexts that run, cut to what ``num_other_tokens`` leave of the budget."""
+        if self.chunking is None or not context:
+            return _by_adapter(context)
+        unfinished: list[LlmRequest] = []
+        last: list[LlmRequest] = []
+        for request, length, size, num_drafts in self.cut(context, num_other_tokens, self.chunking):
+            if size > 0:
+                request.context_chunk_size = size
+                request.num_chunk_drafts = num_drafts
+                (last if size == length else unfinished).append(request)
+        return _by_adapter(unfinished) + _by_adapter(last)
+
+    def cut(
+        self, context: list[LlmRequest], num_other_tokens: int, chunking: ContextChunking
+    ) -> Iterable[tuple[LlmRequest, int, int, int]]:
+        """Each context with the tokens it has left, how many of them run, and drafts beside them.
 
         None starts behind one that would start and gets nothing, however little it needs:
         beside a long prompt that is cut, short ones would pass the next long one without end. That
         is a departure from the published rule; less than a unit is left over.
         """
-        if self.chunking is None or not context:
-            return _by_adapter(context)
         budget = self.max_num_tokens
         capacity = None if budget is None else budget - num_other_tokens
-        lengths, sizes, kept = self._cut(context, self.chunking, capacity)
+        lengths, sizes, kept = self._chunks(context, chunking, capacity)
         allowed = _without_held_up(context, sizes)
         if len(allowed) < len(context):
             context = allowed
-            lengths, sizes, kept = self._cut(context, self.chunking, capacity)
-        unfinished: list[LlmRequest] = []
-        last: list[LlmRequest] = []
-        for request, length, size, num_kept in zip(context, lengths, sizes, kept, strict=True):
-            if size > 0:
-                request.context_chunk_size = size
-                request.num_chunk_drafts = num_kept
-                (last if size == length else unfinished).append(request)
-        return _by_adapter(unfinished) + _by_adapter(last)
+            lengths, sizes, kept = self._chunks(context, chunking, capacity)
+        return zip(context, lengths, sizes, kept, strict=True)
 
-    def _cut(
+    def _chunks(
         self, context: list[LlmRequest], chunking: ContextChunking, capacity: int | None
     ) -> tuple[list[int], list[int], list[int]]:
-        """What each has left, how much of that runs, and how many drafts beside it."""
         lengths = [self.num_tokens_to_compute(request) for request in context]
         num_drafts = [len(request.draft_tokens) for request in context]
         return lengths, *chunking.chunks(lengths, num_drafts, capacity)

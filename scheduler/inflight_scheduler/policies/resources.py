@@ -223,10 +223,11 @@ class Budgets:
     """KV blocks and all further resources during one decision.
 
     ``to_completion``: requests claim what they take until their last token, else what the next
-    step takes (``two_step_lookahead``: the next two).
+    step takes (``two_step_lookahead``: the next two). ``refused`` has those that were not accepted,
+    by id: what each lacks, or None if it waits for the context of another.
     """
 
-    __slots__ = ("_further", "_to_completion", "_two_step_lookahead", "blocks")
+    __slots__ = ("_further", "_to_completion", "_two_step_lookahead", "blocks", "refused")
 
     def __init__(
         self,
@@ -237,34 +238,36 @@ class Budgets:
         two_step_lookahead: bool = False,
     ) -> None:
         self.blocks = BlockForecast(block_manager)
+        self.refused: dict[int, Shortage | None] = {}
         self._further = [(resource, resource.forecast()) for resource in resources]
         self._to_completion = to_completion
         self._two_step_lookahead = two_step_lookahead
 
-    def needed_blocks(self, request: LlmRequest) -> int:
-        """KV blocks that ``request`` would claim."""
-        return self._needed_of(self.blocks, request)
-
     def claim(self, request: LlmRequest) -> None:
         """``request`` runs in any case."""
-        self._take(request, self.needed_blocks(request))
+        self._take(request, self._needed_of(self.blocks, request))
 
     def try_claim(self, request: LlmRequest) -> Shortage | None:
-        """Accept ``request`` if everything is there; else nothing changes.
+        """Accept ``request`` if everything is there; else only ``refused`` changes.
 
         A shortage that ends the walk is told before one that does not.
         """
-        num_needed = self.needed_blocks(request)
-        shortage = self._lack(request, num_needed)
+        num_needed = self._needed_of(self.blocks, request)
+        shortage = self._shortage(request, num_needed)
         if shortage is None:
             self._take(request, num_needed)
+        else:
+            self.refused[request.request_id] = shortage
         return shortage
 
-    def shortage(self, request: LlmRequest) -> Shortage | None:
-        """What `try_claim` would answer; nothing changes."""
-        return self._lack(request, self.needed_blocks(request))
+    def is_beneficial_to_skip(self, request: LlmRequest) -> bool:
+        """True if ``request`` is refused now, since another computes its next missing block."""
+        is_beneficial = self.blocks.is_beneficial_to_skip(request)
+        if is_beneficial:
+            self.refused[request.request_id] = None
+        return is_beneficial
 
-    def _lack(self, request: LlmRequest, num_needed_blocks: int) -> Shortage | None:
+    def _shortage(self, request: LlmRequest, num_needed_blocks: int) -> Shortage | None:
         if num_needed_blocks > self.blocks.num_available:
             return Shortage(None, num_needed_blocks, self.blocks.num_available)
         found = None

@@ -8,14 +8,13 @@ apply (`BatchPlanner.plan`); until the last step there is nothing to roll back.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 
 from inflight_scheduler.kv.block_manager import BlockManager
 from inflight_scheduler.policies import fast_path
 from inflight_scheduler.policies.capacity import (
     POLICIES,
-    CapacityResult,
     CapacityScheduler,
     MaxRequestsScheduler,
 )
@@ -62,15 +61,6 @@ class RequestScheduler(ABC):
         """
 
 
-class ScheduleResult(tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]):
-    """``(context_requests, generation_requests, paused_requests)``.
-
-    Beside them ``fitting_disagg_gen_init``, as in `CapacityResult`.
-    """
-
-    fitting_disagg_gen_init: list[LlmRequest]
-
-
 class SimpleScheduler(RequestScheduler):
     """The default: what fits, by the capacity scheduler; of that, what runs, by the other one.
 
@@ -89,26 +79,17 @@ class SimpleScheduler(RequestScheduler):
 
     def schedule_request(
         self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
-    ) -> ScheduleResult:
+    ) -> tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]:
         """Raises `ContextTooLong` (see `refusal_reason`, which prevents it at admission)."""
         if self._has_fast_path and not inflight_request_ids:
             decision = fast_path.schedule(
                 self.capacity_scheduler, self.micro_batch_scheduler, active_requests
             )
             if decision is not None:
-                return _as_result(decision, [])
-        fits = self.capacity_scheduler.schedule_request(active_requests)
-        fitting, paused = fits
+                return decision
+        fitting, paused = self.capacity_scheduler.schedule_request(active_requests)
         context, generation = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
-        # A scheduler of the user may return a plain pair.
-        disagg = fits.fitting_disagg_gen_init if isinstance(fits, CapacityResult) else []
-        return _as_result((context, generation, paused), disagg)
-
-
-def _as_result(decision: fast_path.Decision, disagg: list[LlmRequest]) -> ScheduleResult:
-    result = ScheduleResult(decision)
-    result.fitting_disagg_gen_init = disagg
-    return result
+        return context, generation, paused
 
 
 def make_capacity_scheduler(
@@ -130,7 +111,8 @@ def make_capacity_scheduler(
         if resources:
             raise ValueError("resources need a block_manager: without one only a count limits")
         return MaxRequestsScheduler(max_num_requests)
-    return POLICIES[policy_name(policy)].create(
+    make: Callable[..., CapacityScheduler] = POLICIES[policy_name(policy)]
+    return make(
         max_num_requests,
         block_manager,
         two_step_lookahead=two_step_lookahead,
