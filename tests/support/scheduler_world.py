@@ -74,7 +74,7 @@ def make_request(
         sampling=SamplingParams(min_length=min_length),
         lora_task_id=lora_task_id,
         encoder_length=encoder_length,
-        draft_tokens=[0] * num_drafts,
+        draft_tokens=(0,) * num_drafts,
     )
 
 

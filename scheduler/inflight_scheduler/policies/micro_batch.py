@@ -24,6 +24,8 @@ from inflight_scheduler.errors import ContextTooLong
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState
 
+_UNBOUNDED = 2**62
+
 
 class ContextChunkingPolicy(IntEnum):
     """Who gets the tokens when not all contexts fit (values of the Executor API)."""
@@ -63,57 +65,40 @@ class ContextChunking:
         cuts. Otherwise a last chunk keeps the drafts that complete its unit, as far as there is
         room. Where the first gets nothing, none does.
         """
+        longest = _UNBOUNDED if self.max_context_length is None else self.max_context_length
+        num_left = _UNBOUNDED if capacity is None else capacity
+        whole = list(map(add, lengths, num_drafts))
         if self.policy == ContextChunkingPolicy.FORCE_CHUNK:
-            sizes = self._force(lengths, capacity)
-        elif self._all_fit(list(map(add, lengths, num_drafts)), capacity):
+            sizes = self._force(lengths, num_left)
+        elif sum(whole) <= num_left and max(whole, default=0) <= longest:
             return list(lengths), list(num_drafts)
         elif self.policy == ContextChunkingPolicy.EQUAL_PROGRESS:
-            sizes = self._equal_progress(lengths, capacity)
+            sizes = self._equal_progress(lengths, num_left, longest)
         else:
-            sizes = self._first_come(lengths, capacity)
+            sizes = self._first_come(lengths, num_left, longest)
         if sizes[:1] == [0]:
             sizes = [0] * len(sizes)
-        return sizes, self._fit_drafts(lengths, sizes, num_drafts, capacity)
-
-    def _fit_drafts(
-        self,
-        lengths: Sequence[int],
-        sizes: Sequence[int],
-        num_drafts: Sequence[int],
-        capacity: int | None,
-    ) -> list[int]:
-        """How many drafts run with each chunk; all before a prompt's end wait."""
-        num_left = None if capacity is None else capacity - sum(sizes)
-        kept = []
-        for length, size, num_wanted in zip(lengths, sizes, num_drafts, strict=True):
-            num_kept = 0
-            if num_wanted > 0 and size == length:
+        num_left -= sum(sizes)
+        kept = [0] * len(sizes)
+        for index, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+            if size == length:
                 in_unit = -size % self.unit_size
-                num_kept = _least(num_wanted, in_unit, self._room(size), num_left)
-            if num_left is not None:
-                num_left -= num_kept
-            kept.append(num_kept)
-        return kept
+                kept[index] = min(num_drafts[index], in_unit, longest - size, num_left)
+                num_left -= kept[index]
+        return sizes, kept
 
-    def _all_fit(self, lengths: Sequence[int], capacity: int | None) -> bool:
-        longest = self.max_context_length
-        if longest is not None and any(length > longest for length in lengths):
-            return False
-        return capacity is None or sum(lengths) <= capacity
-
-    def _first_come(self, lengths: Sequence[int], capacity: int | None) -> list[int]:
+    def _first_come(self, lengths: Sequence[int], num_left: int, longest: int) -> list[int]:
         """The rest of each in turn; a chunk ends at a whole unit."""
         sizes = []
         for length in lengths:
-            size = _least(length, self.max_context_length, capacity)
+            size = min(length, longest, num_left)
             if size < length:
                 size -= size % self.unit_size
-            if capacity is not None:
-                capacity -= size
+            num_left -= size
             sizes.append(size)
         return sizes
 
-    def _equal_progress(self, lengths: Sequence[int], capacity: int | None) -> list[int]:
+    def _equal_progress(self, lengths: Sequence[int], num_left: int, longest: int) -> list[int]:
         """One unit each per round. One that was skipped stays skipped: room only shrinks."""
         sizes = [0] * len(lengths)
         growing = list(range(len(lengths)))
@@ -122,32 +107,22 @@ class ContextChunking:
             for index in growing:
                 size = sizes[index]
                 step = min(self.unit_size, lengths[index] - size)
-                if step == 0 or step > _least(step, capacity, self._room(size)):
-                    continue
-                sizes[index] += step
-                if capacity is not None:
-                    capacity -= step
-                still_growing.append(index)
+                if 0 < step <= min(num_left, longest - size):
+                    sizes[index] += step
+                    num_left -= step
+                    still_growing.append(index)
             growing = still_growing
         return sizes
 
-    def _room(self, size: int) -> int | None:
-        return None if self.max_context_length is None else self.max_context_length - size
-
-    def _force(self, lengths: Sequence[int], capacity: int | None) -> list[int]:
+    def _force(self, lengths: Sequence[int], num_left: int) -> list[int]:
         """One unit of each, none for whom it does not fit."""
         sizes = []
         for length in lengths:
             size = min(length, self.unit_size)
-            if capacity is not None:
-                size = size if size <= capacity else 0
-                capacity -= size
+            size = size if size <= num_left else 0
+            num_left -= size
             sizes.append(size)
         return sizes
-
-
-def _least(number: int, *bounds: int | None) -> int:
-    return min(number, *(bound for bound in bounds if bound is not None), number)
 
 
 class BatchWalk(NamedTuple):
