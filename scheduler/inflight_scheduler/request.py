@@ -68,7 +68,7 @@ is known has this value."""
 
 
 class PhaseTracker(Protocol):
-    """Who wants to hear that a request has moved on (`ActiveRequests`)."""
+    """Is told when a request has moved on (`ActiveRequests`)."""
 
     def phase_changed(self, request: LlmRequest) -> None:
         """The state or the place in the context of ``request`` is another one now."""

@@ -14,9 +14,9 @@ from inflight_scheduler import (
     FinishReason,
     LlmRequest,
     SamplingParams,
-    SlotPool,
     SlotSetup,
 )
+from inflight_scheduler.planning.slot_pool import SlotPool
 
 
 def make_planner(num_blocks: int = 6, num_slots: int = 4) -> BatchPlanner:

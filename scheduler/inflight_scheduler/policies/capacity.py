@@ -1,4 +1,4 @@
-"""Who may hold KV cache in this iteration: the first of the two questions of scheduling.
+"""Which requests may hold KV cache in this iteration: the first of the two steps of scheduling.
 
 Decisions only: nothing here changes a request, a block or a slot, so a decision can be thrown
 away. The rules are those of TensorRT-LLM's ``capacityScheduler.cpp`` and of its Python twin.
@@ -18,7 +18,13 @@ from typing import TypeVar
 
 from inflight_scheduler.errors import SchedulerError
 from inflight_scheduler.kv.block_manager import BlockManager
-from inflight_scheduler.policies.resources import Budgets, Resource, Shortage, check_resources
+from inflight_scheduler.policies.resources import (
+    Budgets,
+    CrossBlocks,
+    Resource,
+    Shortage,
+    check_resources,
+)
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState
 
@@ -152,7 +158,7 @@ class CacheCapacityScheduler(CapacityScheduler):
             no_schedule_after_state=no_schedule_after_state,
         )
         check_resources(block_manager, resources)
-        if not self.can_serve_encoder and any(each.serves_encoder for each in resources):
+        if not self.can_serve_encoder and any(isinstance(each, CrossBlocks) for each in resources):
             raise ValueError(
                 "max_utilization cannot run a model with an encoder: a pause would lose the "
                 "encoder's output; use guaranteed_no_evict or static_batch"
@@ -242,7 +248,7 @@ class ReservingScheduler(CacheCapacityScheduler):
 
 @register_policy("guaranteed_no_evict")
 class GuaranteedNoEvictScheduler(ReservingScheduler):
-    """GUARANTEED_NO_EVICT: who starts can finish, because its blocks to completion are reserved.
+    """GUARANTEED_NO_EVICT: a request starts when its blocks to completion can be reserved.
 
     The guarantee rests on every running request having been admitted under it: to take over in the
     middle from a scheduler that reserves less, use `MaxUtilizationScheduler`, which can pause.
@@ -333,7 +339,9 @@ class MaxUtilizationScheduler(CacheCapacityScheduler):
 
 def check_encoder(request: LlmRequest, resources: Sequence[Resource]) -> None:
     """Raise `SchedulerError` if ``request`` waits for an encoder and nothing serves one."""
-    if request.is_encoder_init_state and not any(r.serves_encoder for r in resources):
+    if not request.is_encoder_init_state:
+        return
+    if not any(isinstance(resource, CrossBlocks) for resource in resources):
         raise SchedulerError(
             f"request {request.request_id} has {request.encoder_length} tokens for an encoder, but "
             "there is no pool of cross KV blocks; give the scheduler CrossBlocks"

@@ -30,22 +30,37 @@ Lists = tuple[Sequence[LlmRequest], Sequence[LlmRequest], Sequence[LlmRequest]]
 
 
 class WaitCode(Enum):
-    """What stands in the way of a request."""
+    """What stands in the way of a request: its name, and a text with the fields of `WaitReason`."""
 
-    BLOCKS = "blocks"
-    RESOURCE = "resource"
-    BEHIND = "behind"
-    MAX_REQUESTS = "max_requests"
-    STATIC_BATCH = "static_batch"
-    SHARED_CONTEXT = "shared_context"
-    PAUSED = "paused"
-    IN_FLIGHT = "in_flight"
-    BATCH = "batch"
-    TOKENS = "tokens"
-    BEAMS = "beams"
-    STATE = "state"
-    LEFT_OUT = "left_out"
-    UNKNOWN = "unknown"
+    text: str
+
+    def __new__(cls, name: str, text: str) -> WaitCode:
+        """The value is the name alone."""
+        code = object.__new__(cls)
+        code._value_, code.text = name, text
+        return code
+
+    BLOCKS = "blocks", "waiting for KV blocks: needs {0.num_needed}, free {0.num_available}"
+    RESOURCE = (
+        "resource",
+        "waiting for {0.resource}: needs {0.num_needed}, free {0.num_available}",
+    )
+    BEHIND = "behind", "behind {others}, first of them request {0.behind_id}"
+    MAX_REQUESTS = "max_requests", "all {0.num_available} places are taken"
+    STATIC_BATCH = "static_batch", "waiting until the running batch has ended"
+    SHARED_CONTEXT = "shared_context", "waiting for a request that computes the same text"
+    PAUSED = "paused", "paused as victim of request {0.behind_id}, which {cause}"
+    IN_FLIGHT = "in_flight", "still running in another step"
+    BATCH = "batch", "batch limit: {0.num_available} requests run in this iteration"
+    TOKENS = "tokens", "token budget: needs {0.num_needed} tokens, {0.num_available} left"
+    BEAMS = "beams", "its beam width differs from that of request {0.behind_id}, which runs"
+    STATE = "state", "not in a state that can run"
+    LEFT_OUT = (
+        "left_out",
+        "left out by the scheduler {0.left_out.scheduler}: needs {0.num_needed} KV blocks, free "
+        "{0.num_available}; {0.left_out}",
+    )
+    UNKNOWN = "unknown", "the scheduler does not say why"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,32 +104,13 @@ class WaitReason:
     resource: str = ""
 
     def __str__(self) -> str:
-        return _TEXTS[self.code].format(
+        return self.code.text.format(
             self,
             others="1 other" if self.num_ahead == 1 else f"{self.num_ahead} others",
             cause=f"needs {self.num_needed} KV blocks, free {self.num_available}"
             if self.num_needed
             else "takes its place",
         )
-
-
-_TEXTS = {
-    WaitCode.BLOCKS: "waiting for KV blocks: needs {0.num_needed}, free {0.num_available}",
-    WaitCode.RESOURCE: "waiting for {0.resource}: needs {0.num_needed}, free {0.num_available}",
-    WaitCode.BEHIND: "behind {others}, first of them request {0.behind_id}",
-    WaitCode.MAX_REQUESTS: "all {0.num_available} places are taken",
-    WaitCode.STATIC_BATCH: "waiting until the running batch has ended",
-    WaitCode.SHARED_CONTEXT: "waiting for a request that computes the same text",
-    WaitCode.PAUSED: "paused as victim of request {0.behind_id}, which {cause}",
-    WaitCode.IN_FLIGHT: "still running in another step",
-    WaitCode.BATCH: "batch limit: {0.num_available} requests run in this iteration",
-    WaitCode.TOKENS: "token budget: needs {0.num_needed} tokens, {0.num_available} left",
-    WaitCode.BEAMS: "its beam width differs from that of request {0.behind_id}, which runs",
-    WaitCode.STATE: "not in a state that can run",
-    WaitCode.LEFT_OUT: "left out by the scheduler {0.left_out.scheduler}: needs {0.num_needed} KV "
-    "blocks, free {0.num_available}; {0.left_out}",
-    WaitCode.UNKNOWN: "the scheduler does not say why",
-}
 
 
 def explain(
@@ -149,7 +145,7 @@ def explain_left_out(
     max_num_tokens: int | None,
     num_free_blocks: int | None = None,
 ) -> dict[int, WaitReason]:
-    """What can be said of those whom the foreign scheduler ``name`` does not let run, by id.
+    """What is known of the requests that the user's scheduler ``name`` does not run, by id.
 
     ``num_free_blocks`` are left when the decision is carried out; None: it is, and those free now.
     """
@@ -201,7 +197,7 @@ class _Waiting:
 def _explain_capacity(
     capacity: CapacityScheduler, requests: Sequence[LlmRequest], result: CapacityResult
 ) -> dict[int, WaitReason]:
-    """Requests that may not hold cache: what each lacks, whom it was paused for, or its place."""
+    """Requests that may not hold cache: what each lacks, what it was paused for, or its place."""
     fitting, paused = result
     is_fitting = {id(request) for request in (*fitting, *result.fitting_disagg_gen_init)}
     others = [request for request in requests if id(request) not in is_fitting]

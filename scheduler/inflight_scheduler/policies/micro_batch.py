@@ -28,7 +28,7 @@ _UNBOUNDED = 2**62
 
 
 class ContextChunkingPolicy(IntEnum):
-    """Who gets the tokens when not all contexts fit (values of the Executor API)."""
+    """Which contexts get tokens when not all contexts fit (values of the Executor API)."""
 
     FIRST_COME_FIRST_SERVED = 0
     EQUAL_PROGRESS = 1
@@ -115,7 +115,7 @@ class ContextChunking:
         return sizes
 
     def _force(self, lengths: Sequence[int], num_left: int) -> list[int]:
-        """One unit of each, none for whom it does not fit."""
+        """One unit of each, none where it does not fit."""
         sizes = []
         for length in lengths:
             size = min(length, self.unit_size)

@@ -19,7 +19,7 @@ from inflight_scheduler.policies.capacity import (
     MaxRequestsScheduler,
 )
 from inflight_scheduler.policies.micro_batch import ContextChunking, MicroBatchScheduler
-from inflight_scheduler.policies.resources import Resource
+from inflight_scheduler.policies.resources import CrossBlocks, Resource
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState
 
@@ -92,35 +92,6 @@ class SimpleScheduler(RequestScheduler):
         return context, generation, paused
 
 
-def make_capacity_scheduler(
-    policy: CapacitySchedulerPolicy | str,
-    block_manager: BlockManager | None,
-    max_num_requests: int,
-    *,
-    two_step_lookahead: bool = False,
-    resources: Sequence[Resource] = (),
-) -> CapacityScheduler:
-    """The capacity scheduler of ``policy``, a registered name or one of the Executor API's.
-
-    Without a block manager only the count limits.
-
-    With a resource that serves encoders the gate opens at ENCODER_INIT. Raises `ValueError` for
-    such a one under MAX_UTILIZATION, and for resources without a block manager.
-    """
-    if block_manager is None:
-        if resources:
-            raise ValueError("resources need a block_manager: without one only a count limits")
-        return MaxRequestsScheduler(max_num_requests)
-    make: Callable[..., CapacityScheduler] = POLICIES[policy_name(policy)]
-    return make(
-        max_num_requests,
-        block_manager,
-        two_step_lookahead=two_step_lookahead,
-        resources=resources,
-        no_schedule_until_state=_first_state(resources),
-    )
-
-
 def policy_name(policy: CapacitySchedulerPolicy | str) -> str:
     """The name under which a policy is registered; `ValueError` if none is."""
     name = policy.name.lower() if isinstance(policy, CapacitySchedulerPolicy) else policy
@@ -138,11 +109,6 @@ def find_policy(policy: CapacitySchedulerPolicy | str) -> CapacitySchedulerPolic
     return CapacitySchedulerPolicy.__members__.get(name.upper(), name)
 
 
-def _first_state(resources: Sequence[Resource]) -> LlmRequestState:
-    has_encoder = any(resource.serves_encoder for resource in resources)
-    return LlmRequestState.ENCODER_INIT if has_encoder else LlmRequestState.CONTEXT_INIT
-
-
 def make_scheduler(
     policy: CapacitySchedulerPolicy | str,
     block_manager: BlockManager | None,
@@ -154,17 +120,31 @@ def make_scheduler(
     two_step_lookahead: bool = False,
     resources: Sequence[Resource] = (),
 ) -> SimpleScheduler:
-    """A `SimpleScheduler` for ``policy``; ``max_num_requests`` None means ``max_batch_size``.
+    """The scheduler of ``policy``, a registered name or one of the Executor API's.
 
-    ``chunking`` None: a context runs whole. ``resources``: see `make_capacity_scheduler`.
+    Without a block manager only the count limits. ``max_num_requests`` None means
+    ``max_batch_size``, ``chunking`` None that contexts run whole. With `CrossBlocks` among the
+    ``resources`` the gate opens at ENCODER_INIT. Raises `ValueError` for these under
+    MAX_UTILIZATION, and for resources without a block manager.
     """
-    capacity_scheduler = make_capacity_scheduler(
-        policy,
-        block_manager,
-        max_batch_size if max_num_requests is None else max_num_requests,
-        two_step_lookahead=two_step_lookahead,
-        resources=resources,
-    )
+    has_encoder = any(isinstance(resource, CrossBlocks) for resource in resources)
+    first_state = LlmRequestState.ENCODER_INIT if has_encoder else LlmRequestState.CONTEXT_INIT
+    if max_num_requests is None:
+        max_num_requests = max_batch_size
+    capacity_scheduler: CapacityScheduler
+    if block_manager is not None:
+        make: Callable[..., CapacityScheduler] = POLICIES[policy_name(policy)]
+        capacity_scheduler = make(
+            max_num_requests,
+            block_manager,
+            two_step_lookahead=two_step_lookahead,
+            resources=resources,
+            no_schedule_until_state=first_state,
+        )
+    elif resources:
+        raise ValueError("resources need a block_manager: without one only a count limits")
+    else:
+        capacity_scheduler = MaxRequestsScheduler(max_num_requests)
     micro_batch_scheduler = MicroBatchScheduler(
         max_batch_size,
         max_num_tokens,
@@ -172,6 +152,6 @@ def make_scheduler(
         count_reusable_tokens=block_manager.count_reusable_tokens
         if block_manager is not None and block_manager.enable_reuse
         else None,
-        no_schedule_until_state=_first_state(resources),
+        no_schedule_until_state=first_state,
     )
     return SimpleScheduler(capacity_scheduler, micro_batch_scheduler)

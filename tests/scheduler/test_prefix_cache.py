@@ -13,14 +13,13 @@ from inflight_scheduler import (
     BlockCopy,
     BlockForecast,
     BlockManager,
-    BlockPool,
     CapacitySchedulerPolicy,
     ContextChunking,
     FinishReason,
     LlmRequest,
-    PrefixMatch,
     make_scheduler,
 )
+from inflight_scheduler.request import PrefixMatch
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -306,23 +305,6 @@ def test_a_resumed_request_computes_little_again() -> None:
     assert paused.is_empty
     batch = server.planner.plan([request], [])
     assert batch.num_context_tokens == 3, "8 of 11 tokens are cached"
-
-
-def test_the_pool_evicts_in_the_order_of_last_use() -> None:
-    evicted: list[int] = []
-    pool = BlockPool(4, evicted.append)
-    for _ in range(4):
-        pool.keep(pool.take(1)[0])
-    pool.drop([2])
-    pool.drop([0, 1])  # the last one first
-    assert (pool.num_free_blocks, pool.num_idle_blocks) == (3, 3)
-    pool.share(2)
-    pool.drop([2])
-    assert pool.take(2) == [1, 0]
-    assert evicted == [1, 0]
-    pool.check_integrity([[0, 1], [3]])
-    with pytest.raises(AssertionError, match="block 2"):
-        pool.keep(2)
 
 
 def test_another_adapter_shares_nothing() -> None:
