@@ -90,7 +90,11 @@ PAUSED = (
 )
 def test_reason(request_: LlmRequest, limits: dict[str, Any], reason: str | None) -> None:
     """4 blocks of 4 tokens, 12 tokens per iteration, unless the row says otherwise."""
-    defaults = {"block_manager": BlockManager(4, 4), "max_num_tokens": 12, "may_pause": False}
+    defaults: dict[str, Any] = {
+        "block_manager": BlockManager(4, 4),
+        "max_num_tokens": 12,
+        "may_pause": False,
+    }
     found = refusal_reason(request_, **(defaults | limits))
     assert found is None if reason is None else found is not None and reason in found
 

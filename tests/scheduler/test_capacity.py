@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from support.scheduler_world import generating, ids, make_request
+from support.scheduler_world import Make, fresh, ids, make_request, running, started
 
 from inflight_scheduler import (
     BlockManager,
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
-    LlmRequest,
     LlmRequestState,
     MaxRequestsScheduler,
     MaxUtilizationScheduler,
 )
-
-Make = Callable[[BlockManager], LlmRequest]
-
-
-def fresh(request_id: int, num_prompt: int = 1, max_new: int = 8) -> Make:
-    return lambda _: make_request(request_id, num_prompt, max_new)
-
-
-def running(request_id: int, num_prompt: int = 1, max_new: int = 8) -> Make:
-    return lambda manager: generating(make_request(request_id, num_prompt, max_new), manager)
-
-
-def started(request_id: int, num_prompt: int, max_new: int = 8) -> Make:
-    """A context past its first chunk of one token; it holds the blocks of its whole prompt."""
-
-    def make(manager: BlockManager) -> LlmRequest:
-        request = make_request(request_id, num_prompt, max_new)
-        request.context_chunk_size = 1
-        request.move_to_next_context_chunk()
-        assert manager.allocate(request_id, num_prompt) is not None
-        return request
-
-    return make
 
 
 def test_without_a_cache_the_first_in_order_fit() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.scheduler_soak import Soak
-from support.scheduler_world import generating, make_request
+from support.scheduler_world import Make, fresh, generating, make_request, running, started
 
 from inflight_scheduler import (
     BlockManager,
@@ -39,17 +40,137 @@ def reasons_of(
     return {request_id: str(reason) for request_id, reason in found.items()}
 
 
-def test_blocks_to_completion_and_the_queue_behind() -> None:
-    """10 blocks of 4: the first reserves 4 of them, the second would need 7."""
-    manager = BlockManager(10, 4)
-    scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=8)
-    active = [make_request(1, 8, 8), make_request(2, 8, 20)]
-    active += [make_request(3, 1, 1), make_request(4, 1, 1)]
-    assert reasons_of(scheduler, active) == {
-        2: "waiting for KV blocks: needs 7, free 6",
-        3: "behind 1 other, first of them request 2",
-        4: "behind 2 others, first of them request 2",
-    }
+UNITS_OF_4 = ContextChunking(unit_size=4)
+BEHIND_2 = "behind 1 other, first of them request 2"
+Row = tuple[str, CapacitySchedulerPolicy, int, dict[str, Any], list[Make], dict[int, str]]
+ROWS: list[Row] = [
+    (
+        "the first reserves 4 of 10 blocks, the second would need 7",
+        GUARANTEED,
+        10,
+        {},
+        [fresh(1, 8, 8), fresh(2, 8, 20), fresh(3, 1, 1), fresh(4, 1, 1)],
+        {
+            2: "waiting for KV blocks: needs 7, free 6",
+            3: BEHIND_2,
+            4: "behind 2 others, first of them request 2",
+        },
+    ),
+    (
+        "token budget",
+        GUARANTEED,
+        100,
+        {"max_num_tokens": 20},
+        [fresh(1, 8, 8), fresh(2, 15, 2), fresh(3, 1, 1)],
+        {2: "token budget: needs 15 tokens, 12 left", 3: BEHIND_2},
+    ),
+    (
+        "batch limit and places",
+        GUARANTEED,
+        100,
+        {"max_batch_size": 1, "max_num_requests": 2},
+        [fresh(1, 8, 8), fresh(2, 15, 2), fresh(3, 1, 1)],
+        {2: "batch limit: 1 requests run in this iteration", 3: "all 2 places are taken"},
+    ),
+    (
+        # Of 10 tokens the first one's units take 8; the third would find room for its one.
+        "one that would start behind a prompt that gets nothing waits for it",
+        GUARANTEED,
+        40,
+        {"max_num_tokens": 10, "chunking": UNITS_OF_4},
+        [fresh(1, 40, 4), fresh(2, 40, 4), fresh(3, 1, 4)],
+        {2: "token budget: needs 4 tokens, 2 left", 3: BEHIND_2},
+    ),
+    (
+        "a context for which generation leaves no chunk",
+        GUARANTEED,
+        40,
+        {"max_num_tokens": 4, "chunking": UNITS_OF_4},
+        [running(1, 2, 9), fresh(2, 9), fresh(3, 2)],
+        {2: "token budget: needs 4 tokens, 3 left", 3: BEHIND_2},
+    ),
+    (
+        # Both at a border of 4 blocks: one more is needed, so the last started goes.
+        "a victim knows for which request",
+        MAX_UTILIZATION,
+        4,
+        {},
+        [running(1, 8), running(2, 8), fresh(3, 1, 1)],
+        {2: "paused as victim of request 1, which needs 1 KV blocks, free 0", 3: BEHIND_2},
+    ),
+    (
+        # All at a border: what the last one gives back is enough for two of them.
+        "each victim knows for which request",
+        MAX_UTILIZATION,
+        8,
+        {},
+        [running(1, 8), running(2, 8), running(3, 8), running(4, 8)],
+        {
+            4: "paused as victim of request 1, which needs 1 KV blocks, free 0",
+            3: "paused as victim of request 3, which needs 1 KV blocks, free 0",
+        },
+    ),
+    (
+        # The first one is at no border; the second is, and none behind it has started.
+        "its own victim",
+        MAX_UTILIZATION,
+        4,
+        {},
+        [running(1, 7), running(2, 8)],
+        {2: "paused as victim of request 2, which needs 1 KV blocks, free 0"},
+    ),
+    (
+        "a victim of the count",
+        MAX_UTILIZATION,
+        9,
+        {"max_num_requests": 1},
+        [fresh(1), running(2)],
+        {2: "paused as victim of request 2, which takes its place"},
+    ),
+    (
+        "a static batch that is being formed lacks blocks",
+        STATIC_BATCH,
+        10,
+        {},
+        [fresh(1, 8, 8), fresh(2, 8, 20)],
+        {2: "waiting for KV blocks: needs 7, free 6"},
+    ),
+    (
+        "a static batch that runs must end",
+        STATIC_BATCH,
+        10,
+        {},
+        [running(1, 8), fresh(2, 8, 20), fresh(3)],
+        {2: "waiting until the running batch has ended", 3: BEHIND_2},
+    ),
+    (
+        # 3 of 6 blocks are held: there are too few for either, and the started one is first.
+        "a context that holds blocks is looked at before a fresh one in front of it",
+        GUARANTEED,
+        6,
+        {},
+        [fresh(1, 20, 9), started(2, 12, 13)],
+        {2: "waiting for KV blocks: needs 4, free 3", 1: BEHIND_2},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_blocks", "limits", "makes", "reasons"),
+    [row[1:] for row in ROWS],
+    ids=[row[0] for row in ROWS],
+)
+def test_reasons(
+    policy: CapacitySchedulerPolicy,
+    num_blocks: int,
+    limits: dict[str, Any],
+    makes: list[Make],
+    reasons: dict[int, str],
+) -> None:
+    """Blocks of 4 tokens, and 8 places unless the row says otherwise."""
+    manager = BlockManager(num_blocks, 4)
+    scheduler = make_scheduler(policy, manager, **({"max_batch_size": 8} | limits))
+    assert reasons_of(scheduler, [make(manager) for make in makes]) == reasons
 
 
 def test_whom_a_foreign_scheduler_pauses_needs_blocks_for_all_its_text() -> None:
@@ -88,87 +209,6 @@ def test_of_those_left_out_each_is_told_what_its_next_step_needs() -> None:
     )
 
 
-def test_token_budget_then_batch_limit() -> None:
-    manager = BlockManager(100, 4)
-    scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=8, max_num_tokens=20)
-    active = [make_request(1, 8, 8), make_request(2, 15, 2), make_request(3, 1, 1)]
-    assert reasons_of(scheduler, active) == {
-        2: "token budget: needs 15 tokens, 12 left",
-        3: "behind 1 other, first of them request 2",
-    }
-    scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=1, max_num_requests=2)
-    assert reasons_of(scheduler, active) == {
-        2: "batch limit: 1 requests run in this iteration",
-        3: "all 2 places are taken",
-    }
-
-
-def test_who_would_start_behind_a_prompt_that_gets_nothing_waits_for_it() -> None:
-    """Of 10 tokens the first one's units take 8; the third would find room for its one."""
-    chunking = ContextChunking(unit_size=4)
-    scheduler = make_scheduler(
-        GUARANTEED, BlockManager(40, 4), max_batch_size=8, max_num_tokens=10, chunking=chunking
-    )
-    assert reasons_of(
-        scheduler, [make_request(i, n, 4) for i, n in ((1, 40), (2, 40), (3, 1))]
-    ) == {
-        2: "token budget: needs 4 tokens, 2 left",
-        3: "behind 1 other, first of them request 2",
-    }
-
-
-def test_victims_know_for_whom() -> None:
-    """4 blocks of 4, both at a border: one more block is needed, so the last started goes."""
-    manager = BlockManager(4, 4)
-    scheduler = make_scheduler(MAX_UTILIZATION, manager, max_batch_size=8)
-    active = [
-        generating(make_request(1, 8, 8), manager),
-        generating(make_request(2, 8, 8), manager),
-        make_request(3, 1, 1),
-    ]
-    assert reasons_of(scheduler, active) == {
-        2: "paused as victim of request 1, which needs 1 KV blocks, free 0",
-        3: "behind 1 other, first of them request 2",
-    }
-
-
-def test_each_victim_knows_whom_it_was_paused_for() -> None:
-    """All at a border of 4 blocks of 2: what the last one gives back is enough for two of them."""
-    manager = BlockManager(8, 4)
-    scheduler = make_scheduler(MAX_UTILIZATION, manager, max_batch_size=8)
-    active = [generating(make_request(i, 8, 8), manager) for i in (1, 2, 3, 4)]
-    assert reasons_of(scheduler, active) == {
-        4: "paused as victim of request 1, which needs 1 KV blocks, free 0",
-        3: "paused as victim of request 3, which needs 1 KV blocks, free 0",
-    }
-
-
-def test_a_request_can_be_its_own_victim() -> None:
-    """The first one is at no border; the second is, and nobody behind it has started."""
-    manager = BlockManager(4, 4)
-    scheduler = make_scheduler(MAX_UTILIZATION, manager, max_batch_size=8)
-    active = [
-        generating(make_request(1, 7, 8), manager),
-        generating(make_request(2, 8, 8), manager),
-    ]
-    assert reasons_of(scheduler, active) == {
-        2: "paused as victim of request 2, which needs 1 KV blocks, free 0"
-    }
-
-
-def test_a_static_batch_that_is_being_formed_lacks_blocks_and_one_that_runs_must_end() -> None:
-    """10 blocks of 4: the first needs 4 of them until its end, the second 7."""
-    manager = BlockManager(10, 4)
-    scheduler = make_scheduler(STATIC_BATCH, manager, max_batch_size=8)
-    waits = make_request(2, 8, 20)
-    assert reasons_of(scheduler, [make_request(1, 8, 8), waits]) == {
-        2: "waiting for KV blocks: needs 7, free 6"
-    }
-    assert reasons_of(scheduler, [generating(make_request(1, 8, 8), manager), waits]) == {
-        2: "waiting until the running batch has ended"
-    }
-
-
 def test_nobody_waits_for_the_text_of_another_in_a_static_batch() -> None:
     """One of the batch generates, and another of it has computed a part of the same prompt."""
     manager = BlockManager(20, 4, enable_reuse=True)
@@ -191,20 +231,6 @@ def test_whose_last_token_is_being_computed_waits_for_nothing() -> None:
     completing.expect_token()
     assert completing.state is LlmRequestState.GENERATION_TO_COMPLETE
     assert reasons_of(scheduler, [completing, make_request(2, 8, 20)]) == {}
-
-
-def test_a_context_that_holds_blocks_is_looked_at_before_a_fresh_one_in_front_of_it() -> None:
-    """6 blocks of 4, 3 of them held: there are too few for either, and the started one is first."""
-    manager = BlockManager(6, 4)
-    scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=8)
-    started = make_request(2, 12, 13)
-    assert manager.allocate(2, 12) is not None
-    started.context_chunk_size = 4
-    started.move_to_next_context_chunk()
-    assert reasons_of(scheduler, [make_request(1, 20, 9), started]) == {
-        2: "waiting for KV blocks: needs 4, free 3",
-        1: "behind 1 other, first of them request 2",
-    }
 
 
 def test_a_request_whose_kv_is_on_its_way_to_another_server_cannot_run() -> None:
@@ -236,22 +262,6 @@ def test_a_foreign_scheduler_keeps_its_reasons() -> None:
             return [], [], []
 
     assert reasons_of(Nobody(), [make_request(1)]) == {1: "the scheduler does not say why"}
-
-
-def test_a_context_for_which_generation_leaves_no_chunk() -> None:
-    manager = BlockManager(40, 4)
-    scheduler = make_scheduler(
-        GUARANTEED,
-        manager,
-        max_batch_size=8,
-        max_num_tokens=4,
-        chunking=ContextChunking(unit_size=4),
-    )
-    active = [generating(make_request(1, 2, 9), manager), make_request(2, 9), make_request(3, 2)]
-    assert explain(scheduler, active) == {
-        2: WaitReason(WaitCode.TOKENS, num_needed=4, num_available=3),
-        3: WaitReason(WaitCode.BEHIND, behind_id=2, num_ahead=1),
-    }
 
 
 def test_a_request_that_waits_for_a_shared_context_does_not_hold_up_the_others() -> None:

@@ -111,6 +111,11 @@ class BatchPlanner:
         """Requests that could start now, as far as slots go."""
         return self.slots.num_free_slots
 
+    @property
+    def is_at_rest(self) -> bool:
+        """True when no batch is planned whose tokens are to come."""
+        return not self._planned
+
     def plan(
         self,
         context_requests: Sequence[LlmRequest],
