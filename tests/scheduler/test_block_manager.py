@@ -198,7 +198,7 @@ def test_two_step_lookahead_doubles_a_step_with_drafts() -> None:
     assert ids(*two_steps.schedule_request([request])) == ([], [1])
 
 
-def test_who_may_outgrow_the_window_does_not_share() -> None:
+def test_a_request_that_may_outgrow_the_window_does_not_share() -> None:
     manager = BlockManager(8, 2, enable_reuse=True, window_size=6)
     short, long = make_request(1, 4, 2, family=0), make_request(2, 4, 3, family=0)
     for request in (short, long):

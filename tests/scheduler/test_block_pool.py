@@ -45,7 +45,7 @@ def test_integrity_names_a_block_that_is_held_twice() -> None:
         pool.check_integrity([[0, 0], [1]])
 
 
-def test_integrity_names_a_block_nobody_accounts_for() -> None:
+def test_integrity_names_a_block_without_holders() -> None:
     pool = BlockPool(4)
     pool.take(2)
     with pytest.raises(AssertionError, match="block 1 has 0 holders"):

@@ -173,8 +173,8 @@ def test_reasons(
     assert reasons_of(scheduler, [make(manager) for make in makes]) == reasons
 
 
-def test_whom_a_foreign_scheduler_pauses_needs_blocks_for_all_its_text() -> None:
-    """10 blocks of 4: 8 + 6 tokens, of which the last is not cached yet, begin anew in 4."""
+def test_a_request_paused_by_a_user_scheduler_needs_blocks_for_all_its_text() -> None:
+    """10 blocks of 4: 8 + 6 tokens, of which the last is not cached yet, start again in 4."""
     manager = BlockManager(10, 4)
     paused = generating(make_request(1, 8, 20), manager, 6)
     goes_on = generating(make_request(2, 8, 20), manager, 6)
@@ -209,7 +209,7 @@ def test_of_those_left_out_each_is_told_what_its_next_step_needs() -> None:
     )
 
 
-def test_nobody_waits_for_the_text_of_another_in_a_static_batch() -> None:
+def test_none_waits_for_the_text_of_another_in_a_static_batch() -> None:
     """One of the batch generates, and another of it has computed a part of the same prompt."""
     manager = BlockManager(20, 4, enable_reuse=True)
     chunking = ContextChunking(unit_size=4)
@@ -224,7 +224,7 @@ def test_nobody_waits_for_the_text_of_another_in_a_static_batch() -> None:
     assert reasons_of(scheduler, active) == {3: "waiting until the running batch has ended"}
 
 
-def test_whose_last_token_is_being_computed_waits_for_nothing() -> None:
+def test_a_request_whose_last_token_is_being_computed_waits_for_nothing() -> None:
     manager = BlockManager(10, 4)
     scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=8)
     completing = generating(make_request(1, 8, 3), manager, 2)
@@ -255,13 +255,13 @@ def test_a_step_still_running_and_beams() -> None:
 
 
 def test_a_foreign_scheduler_keeps_its_reasons() -> None:
-    class Nobody(RequestScheduler):
-        """Lets nobody run."""
+    class RunsNone(RequestScheduler):
+        """Lets no request run."""
 
         def schedule_request(self, active_requests, inflight_request_ids):  # type: ignore[no-untyped-def]
             return [], [], []
 
-    assert reasons_of(Nobody(), [make_request(1)]) == {1: "the scheduler does not say why"}
+    assert reasons_of(RunsNone(), [make_request(1)]) == {1: "the scheduler does not say why"}
 
 
 def test_a_request_that_waits_for_a_shared_context_does_not_hold_up_the_others() -> None:

@@ -247,7 +247,7 @@ class TestChunkedContexts:
         long, other = make_request(1, 40), make_request(2, 40)
         assert ids(*self.schedule([long, other, *running])) == ([1], [7, 8])
         assert long.context_chunk_size == 8  # 12 - 2, in whole units
-        assert other.context_chunk_size == 40, "who does not run is not changed"
+        assert other.context_chunk_size == 40, "one that does not run is not changed"
 
     def test_unfinished_contexts_come_before_last_chunks(self) -> None:
         short, long = make_request(1, 3), make_request(2, 40)
@@ -256,7 +256,7 @@ class TestChunkedContexts:
         assert [request.context_chunk_size for request in context] == [8, 3]
 
     @pytest.mark.parametrize("policy", list(ContextChunkingPolicy), ids=lambda each: each.name)
-    def test_nobody_starts_behind_one_that_would_start_and_gets_nothing(
+    def test_none_starts_behind_one_that_would_start_and_gets_nothing(
         self, policy: ContextChunkingPolicy
     ) -> None:
         """Of 6 tokens 2 are left, too few for a unit of the second."""
@@ -267,12 +267,12 @@ class TestChunkedContexts:
             request.move_to_next_context_chunk()
         micro_batch = MicroBatchScheduler(8, 6, chunking=ContextChunking(policy, unit_size=4))
         context, _ = micro_batch.schedule([first, second, third, started])
-        assert ids(context) == ([1, 4],), "who has started goes on, wherever it stands"
+        assert ids(context) == ([1, 4],), "a started one goes on, wherever it stands"
         assert [request.context_chunk_size for request in context] == [4, 1]
-        assert third.context_chunk_size == 2, "who does not run is not changed"
+        assert third.context_chunk_size == 2, "one that does not run is not changed"
 
     @pytest.mark.parametrize("policy", list(ContextChunkingPolicy), ids=lambda each: each.name)
-    def test_nobody_runs_behind_a_first_one_that_gets_nothing(
+    def test_none_runs_behind_a_first_one_that_gets_nothing(
         self, policy: ContextChunkingPolicy
     ) -> None:
         """Not even who has started and needs a single token: 2 of 6 are left, too few for a unit
@@ -286,7 +286,7 @@ class TestChunkedContexts:
         assert ids(*micro_batch.schedule([first, started, *running])) == ([], [3, 4, 5, 6])
         assert ids(*micro_batch.schedule([started, first, *running])) == ([2], [3, 4, 5, 6])
 
-    def test_behind_those_who_start_others_start_too(self) -> None:
+    def test_behind_contexts_that_start_others_start_too(self) -> None:
         """Though one that has started gets nothing this time."""
         one, two, started = make_request(1, 2), make_request(2, 2), make_request(3, 40)
         started.context_chunk_size = 4

@@ -63,7 +63,7 @@ def test_a_token_behind_the_end_is_discarded() -> None:
     assert world.num_discarded_tokens == 1
 
 
-def test_who_has_ended_while_a_step_ran_is_passed_by() -> None:
+def test_a_request_that_ends_while_a_step_runs_gets_no_token() -> None:
     """Even if nothing is left of its answer, as where that begins with a stop word."""
     world = make_world()
     requests = [make_request(number, 1, 8) for number in range(3)]
@@ -80,7 +80,7 @@ def test_who_has_ended_while_a_step_ran_is_passed_by() -> None:
     assert [first.tokens, third.tokens] == [answer_alone(make_request(k, 1, 8)) for k in (0, 2)]
 
 
-def test_those_whom_the_next_step_leaves_out_get_their_tokens() -> None:
+def test_requests_that_the_next_step_leaves_out_get_their_tokens() -> None:
     world = make_world()
     requests = [make_request(number, 2, 8) for number in range(3)]
     for request in requests:
@@ -130,7 +130,7 @@ def one_that_runs() -> tuple[OverlappedWorld, LlmRequest, ScheduledBatch]:
 
 @pytest.mark.case(66, 87)
 @pytest.mark.parametrize("is_by_token", [False, True])
-def test_numbers_that_failed_of_one_who_has_left_are_not_reused(is_by_token: bool) -> None:
+def test_numbers_that_failed_of_a_released_request_are_not_reused(is_by_token: bool) -> None:
     """Unless it left by its own last token: then the step ran in vain, and wrote nothing kept."""
     world, request, batch = one_that_runs()
     request.finish(FinishReason.END_ID if is_by_token else FinishReason.CANCELLED)

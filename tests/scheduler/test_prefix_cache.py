@@ -244,7 +244,7 @@ def test_a_request_waits_for_the_context_that_computes_its_beginning() -> None:
     assert world.engine.num_computed == 2 * 9 + 2 * 1 + 4 * 2
 
 
-def test_in_a_static_batch_nobody_waits_for_what_another_computes() -> None:
+def test_in_a_static_batch_none_waits_for_what_another_computes() -> None:
     manager = BlockManager(16, 4, enable_reuse=True)
     scheduler = make_scheduler(STATIC, manager, max_batch_size=4)
     world = World(scheduler, manager, num_slots=4)
@@ -328,8 +328,8 @@ def test_what_depends_on_an_encoder_is_neither_left_nor_found() -> None:
     assert server.manager.count_reusable_tokens(request_with(4, PROMPT)) == 8
 
 
-def test_only_who_stays_in_the_window_leaves_and_finds_something() -> None:
-    """Who may outgrow it writes over its own blocks."""
+def test_only_requests_that_stay_in_the_window_leave_and_find_blocks() -> None:
+    """One that may outgrow it writes over its own blocks."""
     server = Server(window_size=8)
     server.run(request_with(1, PROMPT[:6], 3))
     assert server.manager.num_idle_blocks == 0

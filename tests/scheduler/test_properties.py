@@ -20,7 +20,7 @@ POLICIES = pytest.mark.parametrize(
 
 
 @POLICIES
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(dice=st.randoms(use_true_random=False))
 def test_any_order_of_events(policy: CapacitySchedulerPolicy, dice: random.Random) -> None:
     """Decisions by what changed are those by the rules, and the answers those of a request alone.

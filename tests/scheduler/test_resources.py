@@ -261,13 +261,13 @@ class TestDisaggregated:
         assert ids(*scheduler.schedule_request([on_its_way])) == ([1], [])
 
     def test_a_plain_pair_of_a_user_is_enough(self) -> None:
-        class Everybody(CapacityScheduler):
+        class All(CapacityScheduler):
             def schedule_request(
                 self, active_requests: Sequence[LlmRequest]
             ) -> tuple[list[LlmRequest], list[LlmRequest]]:
                 return list(active_requests), []
 
-        scheduler = SimpleScheduler(Everybody(8), MicroBatchScheduler(8))
+        scheduler = SimpleScheduler(All(8), MicroBatchScheduler(8))
         assert ids(*scheduler.schedule_request([make_request(1)], ())) == ([1], [], [])
 
 
@@ -311,7 +311,7 @@ def test_a_resource_of_a_user_counts_like_ours(policy: CapacitySchedulerPolicy) 
     assert str(reasons[3]) == "waiting for doors: needs 1, free 0"
 
 
-def test_reasons_of_those_who_are_passed_over() -> None:
+def test_reasons_of_requests_that_are_passed_over() -> None:
     scheduler = make_scheduler(
         GUARANTEED, BlockManager(16, 4), max_batch_size=8, resources=[pages(3)]
     )

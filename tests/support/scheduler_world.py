@@ -237,7 +237,7 @@ class World:
         self.finished.append(request)
 
     def drain(self) -> None:
-        """Everybody finishes, each in as many steps as all texts together have tokens."""
+        """All requests finish, each in as many steps as all texts together have tokens."""
         patience = sum(request.num_tokens + request.num_remaining_tokens for request in self.active)
         num_steps_left = (patience + 1) * len(self.active)
         while self.active and num_steps_left:

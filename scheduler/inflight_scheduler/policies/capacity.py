@@ -234,7 +234,8 @@ class ReservingScheduler(CacheCapacityScheduler):
         ``may_skip`` passes over a request for which waiting is better.
         """
         for request in pending:
-            if may_skip and budgets.is_beneficial_to_skip(request):
+            if may_skip and budgets.blocks.is_beneficial_to_skip(request):
+                budgets.refused[request.request_id] = None
                 continue
             if len(fitting) >= self.max_num_requests:
                 return False
@@ -309,15 +310,17 @@ class MaxUtilizationScheduler(CacheCapacityScheduler):
             to_completion=False,
             two_step_lookahead=self.two_step_lookahead,
         )
+        forecast = budgets.blocks
         if self.block_manager.enable_reuse:
-            budgets.blocks.promise(filter(is_started_context, candidates))
+            forecast.promise(filter(is_started_context, candidates))
         fitting: list[LlmRequest] = []
         paused: list[LlmRequest] = []
         causes: dict[int, tuple[LlmRequest, Shortage | None]] = {}
         current, end = 0, len(candidates)
         while current < end:
             request = candidates[current]
-            if budgets.is_beneficial_to_skip(request):
+            if forecast.is_beneficial_to_skip(request):
+                budgets.refused[request.request_id] = None
                 current += 1
                 continue
             check_encoder(request, self.resources)

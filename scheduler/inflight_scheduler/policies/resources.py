@@ -254,13 +254,6 @@ class Budgets:
             self.refused[request.request_id] = shortage
         return shortage
 
-    def is_beneficial_to_skip(self, request: LlmRequest) -> bool:
-        """True if ``request`` is refused now, since another computes its next missing block."""
-        is_beneficial = self.blocks.is_beneficial_to_skip(request)
-        if is_beneficial:
-            self.refused[request.request_id] = None
-        return is_beneficial
-
     def _shortage(self, request: LlmRequest, num_needed_blocks: int) -> Shortage | None:
         if num_needed_blocks > self.blocks.num_available:
             return Shortage(None, num_needed_blocks, self.blocks.num_available)
