@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.scheduler_world import generating, ids, make_request
+from support.scheduler_world import generating, make_request
 
-from inflight_scheduler import BlockManager, LlmRequest, MaxUtilizationScheduler
+from inflight_scheduler import BlockManager, LlmRequest
 
 
 def test_story_of_two_tables() -> None:
@@ -163,39 +163,6 @@ def test_what_wrong_drafts_leave_over_is_not_taken_again() -> None:
     request.set_draft_tokens([0, 0, 0, 0, 0])
     assert manager.get_needed_blocks_one_step(request) == 1
     assert manager.get_needed_blocks_one_step(request, two_step_lookahead=True) == 1, "capacity"
-
-
-def test_nothing_is_needed_at_capacity() -> None:
-    manager = BlockManager(8, 1)
-    request = generating(make_request(1, 2, 3), manager, num_generated=2)
-    request.set_draft_tokens([0, 0, 0])
-    assert manager.get_needed_blocks_one_step(request) == 1, "one token is left"
-    windowed = BlockManager(8, 4, window_size=6)
-    request = generating(make_request(1, 7, 9), windowed)
-    request.set_draft_tokens([0] * 8)
-    assert windowed.num_blocks_of(1) == 2
-    assert windowed.get_needed_blocks_one_step(request, two_step_lookahead=True) == 0
-
-
-def test_a_step_over_the_border_of_the_window_is_cut_there() -> None:
-    """The published rule answers 0 as soon as the step ends beyond the window."""
-    manager = BlockManager(8, 4, window_size=12)
-    request = generating(make_request(1, 7, 20), manager)
-    request.set_draft_tokens([0] * 6)
-    assert manager.get_needed_blocks_one_step(request) == 1
-
-
-def test_two_step_lookahead_doubles_a_step_with_drafts() -> None:
-    manager = BlockManager(3, 4)
-    request = generating(make_request(1, 4, 20), manager)
-    request.set_draft_tokens([0, 0, 0])  # 4 tokens in each step
-    assert manager.get_needed_blocks_one_step(request) == 1
-    assert manager.get_needed_blocks_one_step(request, two_step_lookahead=True) == 2
-    assert manager.allocate(2, 4) == [1]
-    one_step = MaxUtilizationScheduler(8, manager)
-    two_steps = MaxUtilizationScheduler(8, manager, two_step_lookahead=True)
-    assert ids(*one_step.schedule_request([request])) == ([1], [])
-    assert ids(*two_steps.schedule_request([request])) == ([], [1])
 
 
 def test_a_request_that_may_outgrow_the_window_does_not_share() -> None:

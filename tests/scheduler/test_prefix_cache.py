@@ -34,14 +34,9 @@ class Server:
         num_blocks: int = 8,
         tokens_per_block: int = 4,
         may_copy: bool = False,
-        window_size: int | None = None,
     ) -> None:
         self.manager = BlockManager(
-            num_blocks,
-            tokens_per_block,
-            enable_reuse=True,
-            may_copy_blocks=may_copy,
-            window_size=window_size,
+            num_blocks, tokens_per_block, enable_reuse=True, may_copy_blocks=may_copy
         )
         self.planner = BatchPlanner(self.manager, num_slots=4)
         self.engine = FakeEngine(num_blocks, tokens_per_block)
@@ -326,16 +321,6 @@ def test_what_depends_on_an_encoder_is_neither_left_nor_found() -> None:
     server.run(request_with(3, PROMPT))
     assert server.manager.count_reusable_tokens(with_encoder[1]) == 0
     assert server.manager.count_reusable_tokens(request_with(4, PROMPT)) == 8
-
-
-def test_only_requests_that_stay_in_the_window_leave_and_find_blocks() -> None:
-    """One that may outgrow it writes over its own blocks."""
-    server = Server(window_size=8)
-    server.run(request_with(1, PROMPT[:6], 3))
-    assert server.manager.num_idle_blocks == 0
-    server.run(request_with(2, PROMPT[:6], 2))
-    assert server.manager.count_reusable_tokens(request_with(3, PROMPT[:6], 2)) == 4
-    assert server.manager.count_reusable_tokens(request_with(4, PROMPT[:6], 3)) == 0
 
 
 def test_text_that_a_pause_of_beams_throws_away_is_not_remembered() -> None:
