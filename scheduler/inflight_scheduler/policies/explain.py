@@ -120,10 +120,10 @@ def explain(
 ) -> dict[int, WaitReason]:
     """The reason of every active request that ``scheduler`` would not run now, by id.
 
-    Of another scheduler than `SimpleScheduler` the reasons are unknown.
+    Of another scheduler than `SimpleScheduler`, subclasses included, the reasons are unknown.
     """
     requests = list(active_requests)
-    if not isinstance(scheduler, SimpleScheduler):
+    if type(scheduler) is not SimpleScheduler:
         context, generation, _ = scheduler.schedule_request(requests, inflight_request_ids)
         running = {id(request) for request in (*context, *generation)}
         waiting = (request for request in requests if id(request) not in running)
@@ -204,16 +204,14 @@ def _explain_capacity(
     if not paused:  # contexts that hold blocks already are looked at first
         others.sort(key=lambda request: request.is_first_context_chunk)
     waiting = _Waiting()
-    outside: dict[int, WaitReason] = {}
     is_full = len(is_fitting) >= capacity.max_num_requests
     for request in others:
         request_id = request.request_id
         if not capacity.is_schedulable(request):
-            outside[request_id] = WaitReason(WaitCode.STATE)
+            waiting.reasons[request_id] = WaitReason(WaitCode.STATE)
         elif request_id in result.pause_causes:
             cause, shortage = result.pause_causes[request_id]
-            is_of_blocks = shortage is not None and shortage.resource is None
-            numbers = shortage[1:] if shortage is not None and is_of_blocks else (0, 0)
+            numbers = (0, 0) if shortage is None or shortage.resource is not None else shortage[1:]
             reason = WaitReason(WaitCode.PAUSED, *numbers, behind_id=cause.request_id)
             waiting.add(request, reason, is_end=True, is_own=True)
         elif request_id in result.refused:
@@ -229,7 +227,7 @@ def _explain_capacity(
             waiting.add(request, WaitReason(WaitCode.STATIC_BATCH), is_end=True)
         else:
             waiting.add(request, WaitReason(WaitCode.UNKNOWN))
-    return outside | waiting.reasons
+    return waiting.reasons
 
 
 def _reason_of(shortage: Shortage | None) -> WaitReason:
