@@ -255,7 +255,7 @@ class _Follower:
         if is_large or simulation.scheduler is None or do_all_run:
             return {}
         if settings.scheduler_class is None or iteration.is_by_default:
-            return explain(simulation.scheduler, simulation.active, (), lists)
+            return explain(simulation.scheduler, simulation.active)
         return explain_left_out(
             settings.scheduler_class.rpartition(":")[2],
             simulation.active,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight_scheduler import BlockPool
+from inflight_scheduler.kv.block_pool import BlockPool
 
 
 def test_fresh_pool_hands_out_ascending_ids() -> None:
@@ -45,7 +45,7 @@ def test_integrity_names_a_block_that_is_held_twice() -> None:
         pool.check_integrity([[0, 0], [1]])
 
 
-def test_integrity_names_a_block_nobody_accounts_for() -> None:
+def test_integrity_names_a_block_without_holders() -> None:
     pool = BlockPool(4)
     pool.take(2)
     with pytest.raises(AssertionError, match="block 1 has 0 holders"):
@@ -55,3 +55,20 @@ def test_integrity_names_a_block_nobody_accounts_for() -> None:
 def test_an_empty_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks must be at least 1, not 0"):
         BlockPool(0)
+
+
+def test_the_pool_evicts_in_the_order_of_last_use() -> None:
+    evicted: list[int] = []
+    pool = BlockPool(4, evicted.append)
+    for _ in range(4):
+        pool.keep(pool.take(1)[0])
+    pool.drop([2])
+    pool.drop([0, 1])  # the last one first
+    assert (pool.num_free_blocks, pool.num_idle_blocks) == (3, 3)
+    pool.share(2)
+    pool.drop([2])
+    assert pool.take(2) == [1, 0]
+    assert evicted == [1, 0]
+    pool.check_integrity([[0, 1], [3]])
+    with pytest.raises(AssertionError, match="block 2"):
+        pool.keep(2)

@@ -13,14 +13,13 @@ from inflight_scheduler import (
     BlockCopy,
     BlockForecast,
     BlockManager,
-    BlockPool,
     CapacitySchedulerPolicy,
     ContextChunking,
     FinishReason,
     LlmRequest,
-    PrefixMatch,
     make_scheduler,
 )
+from inflight_scheduler.request import PrefixMatch
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -35,14 +34,9 @@ class Server:
         num_blocks: int = 8,
         tokens_per_block: int = 4,
         may_copy: bool = False,
-        window_size: int | None = None,
     ) -> None:
         self.manager = BlockManager(
-            num_blocks,
-            tokens_per_block,
-            enable_reuse=True,
-            may_copy_blocks=may_copy,
-            window_size=window_size,
+            num_blocks, tokens_per_block, enable_reuse=True, may_copy_blocks=may_copy
         )
         self.planner = BatchPlanner(self.manager, num_slots=4)
         self.engine = FakeEngine(num_blocks, tokens_per_block)
@@ -245,7 +239,7 @@ def test_a_request_waits_for_the_context_that_computes_its_beginning() -> None:
     assert world.engine.num_computed == 2 * 9 + 2 * 1 + 4 * 2
 
 
-def test_in_a_static_batch_nobody_waits_for_what_another_computes() -> None:
+def test_in_a_static_batch_none_waits_for_what_another_computes() -> None:
     manager = BlockManager(16, 4, enable_reuse=True)
     scheduler = make_scheduler(STATIC, manager, max_batch_size=4)
     world = World(scheduler, manager, num_slots=4)
@@ -308,23 +302,6 @@ def test_a_resumed_request_computes_little_again() -> None:
     assert batch.num_context_tokens == 3, "8 of 11 tokens are cached"
 
 
-def test_the_pool_evicts_in_the_order_of_last_use() -> None:
-    evicted: list[int] = []
-    pool = BlockPool(4, evicted.append)
-    for _ in range(4):
-        pool.keep(pool.take(1)[0])
-    pool.drop([2])
-    pool.drop([0, 1])  # the last one first
-    assert (pool.num_free_blocks, pool.num_idle_blocks) == (3, 3)
-    pool.share(2)
-    pool.drop([2])
-    assert pool.take(2) == [1, 0]
-    assert evicted == [1, 0]
-    pool.check_integrity([[0, 1], [3]])
-    with pytest.raises(AssertionError, match="block 2"):
-        pool.keep(2)
-
-
 def test_another_adapter_shares_nothing() -> None:
     server = Server(may_copy=True)
     server.run(LlmRequest(1, PROMPT, 2, lora_task_id=1))
@@ -344,16 +321,6 @@ def test_what_depends_on_an_encoder_is_neither_left_nor_found() -> None:
     server.run(request_with(3, PROMPT))
     assert server.manager.count_reusable_tokens(with_encoder[1]) == 0
     assert server.manager.count_reusable_tokens(request_with(4, PROMPT)) == 8
-
-
-def test_only_who_stays_in_the_window_leaves_and_finds_something() -> None:
-    """Who may outgrow it writes over its own blocks."""
-    server = Server(window_size=8)
-    server.run(request_with(1, PROMPT[:6], 3))
-    assert server.manager.num_idle_blocks == 0
-    server.run(request_with(2, PROMPT[:6], 2))
-    assert server.manager.count_reusable_tokens(request_with(3, PROMPT[:6], 2)) == 4
-    assert server.manager.count_reusable_tokens(request_with(4, PROMPT[:6], 3)) == 0
 
 
 def test_text_that_a_pause_of_beams_throws_away_is_not_remembered() -> None:
