@@ -13,7 +13,7 @@ from support.manager_harness import WAIT
 from support.triton_harness import wait_until
 from tokenizers import Tokenizer
 
-from inflight_backend.guided import compiler
+from inflight_backend.guided import matchers
 from inflight_backend.guided.compiler import GuidedDecodingConfig, GuideService, PendingGuide
 from inflight_backend.guided.guide import Guide, GuideType
 from inflight_backend.guided.masks import AnswerGuides
@@ -121,7 +121,7 @@ class HeldCompiler:
         self.go_on = threading.Event()
         self.begun: list[str] = []
         self.error: BaseException | None = None
-        self._to_grammar = compiler.to_grammar
+        self._to_grammar = matchers.to_grammar
 
     def to_grammar(self, guide: Guide) -> str:
         """In place of the function of that name."""

@@ -104,7 +104,7 @@ class LlguidanceGuide:
         """True once an answer has met a limit that all answers of this guide share."""
         probe = self.matcher.deep_copy()
         probe.compute_bitmask()
-        return probe.is_error()
+        return bool(probe.is_error())
 
     def recompile(self) -> LLMatcher | None:
         """A matcher that shares nothing, for an answer in progress; None if that takes too long

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 import pytest
@@ -27,7 +27,7 @@ def _full_pipe() -> int:
     return writer
 
 
-_OPEN = {
+_OPEN: dict[str, Callable[[], int]] = {
     "the reader is gone": _pipe_without_reader,
     "the reader does not read": _full_pipe,  # for other processes: pytest itself would wait
     "the disk is full": lambda: os.open("/dev/full", os.O_WRONLY),

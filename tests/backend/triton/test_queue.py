@@ -22,7 +22,7 @@ from support.triton_stub import CountingEngine, FakePbUtils, FakeSender
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.interface import MaskSource
 from inflight_backend.errors import CapacityExceeded, RequestInFlight
-from inflight_backend.guided import compiler
+from inflight_backend.guided import compiler, matchers
 from inflight_backend.guided.compiler import PendingGuide
 from inflight_backend.guided.guide import Guide
 from inflight_backend.requests.inference_request import InferenceRequest
@@ -381,7 +381,7 @@ class HeldCompiler:
         self.texts: list[str] = []
         self.go_on = threading.Event()
         self.go_on.set()
-        self._to_grammar = compiler.to_grammar
+        self._to_grammar = matchers.to_grammar
         monkeypatch.setattr(compiler, "to_grammar", self._note)
 
     def _note(self, guide: Guide) -> str:
