@@ -16,15 +16,8 @@ from pathlib import Path
 
 import pytest
 from e2e.conftest import ServeFactory
-from support.server_process import (
-    HOST,
-    MODEL,
-    TRITONSERVER,
-    ServeProcess,
-    assert_counts,
-    start_serve,
-    stream_text,
-)
+from support.calls import assert_counts, stream_text
+from support.server_process import HOST, MODEL, TRITONSERVER, ServeProcess, start_serve
 
 from inflight_client import InflightClient, StreamInterrupted, grpc_transport
 from inflight_openai.triton_client import TritonClient
