@@ -89,7 +89,7 @@ def main() -> None:
         return
     from gpu_parts.report import describe, write
 
-    facts = describe(options.dry_run, "gpu.py")
+    facts = describe(options.dry_run)
     report: dict[str, Any] = {**facts, "parts": {}}
     write(report, options.output)
     if options.output:

@@ -74,7 +74,7 @@ def main() -> None:
         return
     stop_at = _BEGAN + _all_seconds(options)
     env = _environment(options)
-    report: dict[str, Any] = {**describe(options.dry_run, "peers.py"), "rows": []}
+    report: dict[str, Any] = {**describe(options.dry_run), "rows": []}
     for row in _all_rows(options, env, stop_at):
         report["rows"].append(row)
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)

@@ -25,7 +25,7 @@ def describe_run(*packages: str) -> dict[str, Any]:
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": {name: _version(name) for name in packages},
     }
 
 
@@ -37,9 +37,19 @@ def write_result(name: str, result: dict[str, Any], output: Path | None = None) 
 
 
 def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # a GPU machine may lack git
+        return "unknown"
     return result.stdout.strip() or "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _relative(arg: str) -> str:
