@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_BEGAN = time.monotonic()  # before torch is imported: up to 40 s where nobody has read it yet
+_BEGAN = time.monotonic()  # before torch is imported: up to 40 s where its files are not cached yet
 ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = ("backend", "scheduler", "kernels", "client", "benchmarks")
 

@@ -1,4 +1,4 @@
-"""What a server that nobody asks costs, and how soon it answers when somebody does.
+"""What an idle server costs, and how soon it answers the next request.
 
     python benchmarks/idle.py --seconds 60 --rounds 5 --compare OTHER/.venv/bin/python
 

@@ -69,7 +69,7 @@ def timed_recorder(costs: list[int]) -> type[FlightRecorder]:
 
 @contextmanager
 def timed_collections(pauses: list[int]) -> Iterator[None]:
-    """Add the nanoseconds of each garbage collection to ``pauses``, whoever brought it about."""
+    """Add the nanoseconds of each garbage collection to ``pauses``, whatever caused it."""
     start = 0
 
     def note(phase: str, _: dict[str, int]) -> None:

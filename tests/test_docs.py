@@ -38,6 +38,7 @@ def test_written_pages_are_up_to_date(name: str) -> None:
         pytest.fail(f"docs/{name}.md is out of date: run python tools/write_{name}_docs.py")
 
 
+@pytest.mark.slow
 def test_the_example_without_triton_serves_a_checkpoint() -> None:
     """Four functions, one checkpoint: the second count is stopped by a stop signal at 13."""
     command = [sys.executable, "examples/gpt_manager.py", str(DEMO_MODEL), "1 2 3", "10 11"]

@@ -61,18 +61,13 @@ def test_a_package_holds_at_most_twelve_modules() -> None:
     assert [folder for folder, count in counts.items() if count > 12] == []
 
 
+@pytest.mark.fast(5)  # the others import torch
 @pytest.mark.parametrize(
     ("names", "blocked"),
     [
         # The scheduler is pure Python.
         ("inflight_scheduler.*", "torch numpy triton tritonclient httpx typer rich msgspec"),
         ("inflight_recorder.*", "torch numpy triton tritonclient httpx typer rich"),
-        # What the batch manager imports, on a machine that records into memory only.
-        (
-            "inflight_recorder.recorder inflight_recorder.settings inflight_recorder.storage "
-            "inflight_backend.manager.gpt_manager",
-            "msgspec tritonclient httpx typer rich",
-        ),
         # The wire table is shared with the server, which has no client libraries.
         ("inflight_protocol", "torch triton tritonclient grpc httpx typer rich"),
         # Base install: a client needs nothing of the server.
@@ -81,6 +76,12 @@ def test_a_package_holds_at_most_twelve_modules() -> None:
             "torch triton safetensors tokenizers transformers pytriton starlette uvicorn pydantic",
         ),
         ("inflight_openai.*", "torch triton safetensors transformers pytriton"),
+        # What the batch manager imports, on a machine that records into memory only.
+        (
+            "inflight_recorder.recorder inflight_recorder.settings inflight_recorder.storage "
+            "inflight_backend.manager.gpt_manager",
+            "msgspec tritonclient httpx typer rich",
+        ),
         ("inflight_kernels.*", "safetensors tokenizers transformers tritonclient typer rich"),
         # Without the Triton language the torch reference remains.
         ("inflight_kernels", "triton"),

@@ -1,7 +1,7 @@
 """A part of a benchmark in processes of its own: what it breaks or hangs on costs itself only.
 
 They append their rows to one file, a line each, the moment a row is made: whatever is killed, the
-processes or whoever started them, the file has what was measured.
+processes or the script that started them, the file has what was measured.
 """
 
 from __future__ import annotations

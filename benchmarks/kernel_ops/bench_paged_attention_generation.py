@@ -14,7 +14,7 @@ from kernel_ops.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch,
 # More would not fit beside the weights either: 48 GiB of cache per row of the table.
 _MAX_CACHE_BYTES = 48 * 2**30
 _BLOCK = 64
-# Tokens of a block if nobody says otherwise: half a tile. At these (batch, context) it is measured
+# Tokens of a block by default: half a tile. At these (batch, context) it is measured
 # beside blocks of a whole one; as is the layout with heads first, in which a tile is one piece of
 # memory instead of one for each token. Both run the code that is compiled for the others.
 _DEFAULT_BLOCK, _COMPARED_AT = 32, {(1, 1024), (64, 1024), (256, 1024), (8, 16_384)}

@@ -117,7 +117,7 @@ def judge_stop(code: int, seconds: float, left: list[str]) -> list[str]:
     if code:
         failures.append(f"exit code {code}")
     if seconds >= DRAIN_SECONDS:
-        failures.append(f"the stop took {seconds:.0f} s: it waited for requests that nobody sent")
+        failures.append(f"the stop took {seconds:.0f} s: it waited for unknown requests")
     if left:
         failures.append(f"left behind: {left}")
     return failures

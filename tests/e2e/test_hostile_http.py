@@ -114,7 +114,7 @@ def test_a_client_cannot_reach_the_memory_that_server_and_model_share(server: Se
 def test_no_path_of_the_machine_is_in_what_triton_tells_of_the_models(
     serve: ServeFactory, tmp_path: Path
 ) -> None:
-    """Anybody who reaches the server can read the configuration of a model."""
+    """Every client can read the configuration of a model."""
     paths = {"record_file": tmp_path / "recording", "tokenizer_dir": DEMO_MODEL}
     running = serve(options=[f"--add={name}" for name in OPTIONAL_MODELS], settings=paths)
     for model in (*DEFAULT_MODELS, *OPTIONAL_MODELS):

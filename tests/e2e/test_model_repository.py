@@ -423,7 +423,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 def test_unknown_fields_and_parameters_are_refused_by_name(
     server: PlainServer, is_decoupled: bool
 ) -> None:
-    """Triton takes both and tells nobody but the model."""
+    """Triton takes both; only the model can refuse them."""
     surprises = [(model, "surprise") for model in REQUIRED]
     sent = [each for each in absent("input") if each[0] in REQUIRED]  # no table of tokens
     for model, name in [*sent, *surprises]:

@@ -24,7 +24,7 @@ NAMES: dict[Protocol, str] = {"grpc": "triton-grpc-protocol-infer-key", "http": 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[PlainServer]:
-    """Over gRPC it tells its health to nobody else either."""
+    """Over gRPC its health needs the key as well."""
     options = [
         f"--grpc-restricted-protocol=inference,health:infer-key={VALUE}",
         f"--http-restricted-api=inference:infer-key={VALUE}",

@@ -453,7 +453,7 @@ def unread(running: ServeProcess, body: dict[str, object]) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.case(71, 119)
-def test_streams_that_nobody_reads_end_and_so_does_a_server_that_died(serve: ServeFactory) -> None:
+def test_unread_streams_end_and_so_does_a_launcher_whose_server_died(serve: ServeFactory) -> None:
     """The kernel and Triton take all that is sent: only the age of a connection ends it over gRPC,
     and a limit of the request's own over HTTP."""
     running = serve(options=["--max-restarts=0", "--max-connection-seconds=1.5"])

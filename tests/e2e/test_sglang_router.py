@@ -1,4 +1,4 @@
-"""SGLang's router before two fronts: its fields that ask for nothing cost nobody an answer."""
+"""SGLang's router in front of two fronts, which must accept its neutral fields."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def start_serve(
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports nobody listens on now."""
+    """Different ports that are free now."""
     sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
