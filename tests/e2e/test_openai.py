@@ -315,6 +315,7 @@ def test_skip_special_tokens(client: openai.OpenAI, is_streaming: bool) -> None:
         assert texts_of(ask(client, is_streaming=is_streaming, **request)) == [text]
 
 
+@pytest.mark.fast(1)  # test_guided.py has the others
 @pytest.mark.parametrize(
     ("guide", "text"),
     [
@@ -332,6 +333,7 @@ def test_guides_as_vllm_has_them(client: openai.OpenAI, guide: dict[str, Any], t
     assert re.fullmatch(text, chat.choices[0].message.content or "")
 
 
+@pytest.mark.slow
 def test_limits_and_a_stop_that_lets_running_answers_finish(
     server: ServeProcess, tmp_path: Path
 ) -> None:
