@@ -174,7 +174,8 @@ def test_e2e_grpc_speculative_decoding_client(server: PlainServer, tag: int) -> 
 def run_end_to_end_grpc_client(
     server: PlainServer, tag: int, model: str, stream: bool, beam_width: int = 1
 ) -> None:
-    inputs, outputs = text_inputs(tag, stream=[[stream]]), ()
+    inputs = text_inputs(tag, stream=[[stream]])
+    outputs: tuple[str, ...] = ()
     if tag >= 8:
         inputs["beam_width"] = [[beam_width]]
     if tag == LATEST:

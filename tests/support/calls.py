@@ -178,7 +178,7 @@ def stream_infer(
 
 
 def infer(
-    server: Address, model: str, parameters: Mapping[str, Any] | None = None, **tensors: Any
+    server: Address, model: str, parameters: Mapping[str, Any] | None = None, /, **tensors: Any
 ) -> Tensors:
     """One unary gRPC call; the response's tensors."""
     inputs = make_inputs(**tensors)
