@@ -243,7 +243,7 @@ def measure_thousands(num_requests: int, num_iterations: int, *, reuse: bool) ->
         "recorder_us_max": round(max(costs) / 1000, 1),
         "share_percent": round(100 * sum(costs) / sum(turns), 1),
         "collections_us_mean": round(sum(pauses) / num_iterations / 1000, 1),
-        "collections_us_max": round(max(pauses) / 1000, 1),
+        "collections_us_max": round(max(pauses, default=0) / 1000, 1),
         "iterations_in_ring": sum(not line.startswith('{"inf') for line in recorder.lines()),
     }
 

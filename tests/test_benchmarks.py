@@ -48,6 +48,7 @@ def run(folder: Path, *arguments: str | Path, may_fail: bool = False, **environm
         check=False,
     )
     assert done.returncode in (0, int(may_fail)), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

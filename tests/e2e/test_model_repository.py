@@ -68,15 +68,6 @@ def test_whole_answers_with_http(server: PlainServer, model: str) -> None:
     assert_counts("1 2 3", answer["text_output"], 20)
 
 
-def test_streams_where_there_are_streams(server: PlainServer, is_decoupled: bool) -> None:
-    stream = stream_text(server, "1 2 3", 20)
-    if is_decoupled:
-        assert_counts("1 2 3", "".join(stream), 20)
-    else:
-        with pytest.raises(RuntimeError, match="'streaming' needs a decoupled deployment"):
-            next(stream)
-
-
 def test_unary_calls_run_side_by_side(server: PlainServer, is_decoupled: bool) -> None:
     def ask(first: int) -> tuple[str, str]:
         prompt = f"{first} {first + 1}"
@@ -94,62 +85,11 @@ def test_unary_calls_run_side_by_side(server: PlainServer, is_decoupled: bool) -
             ask(1)
 
 
-@pytest.mark.contract("preprocessing input", "QUERY REQUEST_OUTPUT_LEN")
-@pytest.mark.contract(
-    "preprocessing output", "INPUT_ID REQUEST_INPUT_LEN REQUEST_OUTPUT_LEN OUT_END_ID OUT_PAD_ID"
-)
-@pytest.mark.contract("postprocessing input", "TOKENS_BATCH SEQUENCE_LENGTH")
-@pytest.mark.contract("postprocessing output", "OUTPUT")
-def test_tokenising_generating_and_decoding_in_three_calls(
-    server: PlainServer, is_decoupled: bool
-) -> None:
-    before = infer(server, "preprocessing", QUERY=[["1 2 3"], ["7"]], REQUEST_OUTPUT_LEN=[[9], [9]])
-    assert before["REQUEST_INPUT_LEN"].tolist() == [[6], [2]]
-    ids = before["INPUT_ID"][:1].tolist()
-    if is_decoupled:
-        body = {"input_ids": ids[0], "request_output_len": 9, "streaming": False}
-        answer = generate(server, "tensorrt_llm", **body)
-        tokens, length = [[answer["output_ids"]]], [[answer["sequence_length"]]]
-    else:
-        out = infer(server, "tensorrt_llm", input_ids=ids, request_output_len=[[9]])
-        tokens, length = out["output_ids"].tolist(), out["sequence_length"].tolist()
-    after = infer(server, "postprocessing", TOKENS_BATCH=tokens, SEQUENCE_LENGTH=length)
-    assert after["OUTPUT"].tolist() == [b"1 2 3 4 5 6 7 "]
-
-
 def test_a_bad_row_is_an_error_with_a_name(server: PlainServer) -> None:
     with pytest.raises(Exception, match="batch size does not match"):
         infer(server, "preprocessing", QUERY=[["1"]], REQUEST_OUTPUT_LEN=[[9], [9]])
     with pytest.raises(Exception, match="'SEQUENCE_LENGTH' must hold numbers from 0 to 1"):
         infer(server, "postprocessing", TOKENS_BATCH=[[[5]]], SEQUENCE_LENGTH=[[3]])
-
-
-def test_settings_as_vllm_clients_send_them(server: PlainServer, is_decoupled: bool) -> None:
-    settings = json.dumps({"max_tokens": "100", "temperature": "0", "top_k": -1})
-    whole = generate(
-        server,
-        "vllm_model",
-        text_input="1 2 3",
-        stream=False,
-        sampling_parameters=settings,
-        exclude_input_in_output=True,
-    )
-    assert_counts("1 2 3", whole["text_output"], 100)
-    bad = generate(server, "vllm_model", text_input="1", sampling_parameters='{"surprise": 1}')
-    assert "'surprise' is not supported" in bad["error"]
-    if is_decoupled:
-        body = {"text_input": "1 2 3", "stream": True, "sampling_parameters": settings}
-        pieces = [each["text_output"] for each in generate_stream(server, "vllm_model", **body)]
-        assert_counts("1 2 3", "".join(pieces), 100)
-        assert len(pieces) > 5  # tokens that pile up travel together
-
-
-def test_a_temperature_alone_draws(server: PlainServer) -> None:
-    """As in vLLM, whose filters keep everything unless told otherwise."""
-    for settings in ({"temperature": 50}, {"temperature": 50, "top_k": -1}):
-        body = {"text_input": "1 2 3", "sampling_parameters": json.dumps(settings)}
-        answers = {generate(server, "vllm_model", **body)["text_output"] for _ in range(2)}
-        assert len(answers) == 2
 
 
 def ask_vllm(

@@ -222,12 +222,6 @@ def test_streams_of_several_answers(client: openai.OpenAI) -> None:
         assert_counts(prompt, text, 12)
 
 
-def test_a_bias_wins_over_the_model(client: openai.OpenAI) -> None:
-    nine = 26  # its id in the demo model's tokenizer, as 18 is that of 1
-    request: Any = {"prompt": [0, 18], "max_tokens": 3, "logit_bias": {str(nine): 100}}
-    assert texts_of(ask(client, is_streaming=False, **request)) == ["999"]
-
-
 def test_concurrent_streams_do_not_mix(front: FrontProcess, server: ServeProcess) -> None:
     async def one(client: openai.AsyncOpenAI, first: int) -> None:
         prompts = [f"{first} {first + 1} ", f"{first + 500} {first + 501} "]

@@ -109,6 +109,12 @@ HANDED_ON = {
 """What the peer's ensemble, and in part its client, hand on from preprocessing, wanted or not."""
 
 
+@pytest.mark.contract("preprocessing input", "QUERY REQUEST_OUTPUT_LEN")
+@pytest.mark.contract(
+    "preprocessing output", "INPUT_ID REQUEST_INPUT_LEN REQUEST_OUTPUT_LEN OUT_END_ID OUT_PAD_ID"
+)
+@pytest.mark.contract("postprocessing input", "TOKENS_BATCH SEQUENCE_LENGTH")
+@pytest.mark.contract("postprocessing output", "OUTPUT")
 def test_end_to_end_test(server: PlainServer) -> None:
     """It tokenises, generates and decodes in three calls, and compares with the ensemble."""
     words = {"BAD_WORDS_DICT": [[""]], "STOP_WORDS_DICT": [[""]]}
