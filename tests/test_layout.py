@@ -103,7 +103,8 @@ def source_files() -> Iterator[Path]:
     generated = {"__pycache__", "build", "dist"}
     for top in ROOT.iterdir():
         if top.is_file():
-            yield top
+            if top.name != ".git":  # of a worktree: where the repository is
+                yield top
         elif top.name == ".ci" or not (top.name.startswith(".") or top.name in generated):
             yield from (
                 path
