@@ -77,11 +77,11 @@ def main() -> None:
     for row in medians:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
     sys.path[:0] = [str(ROOT / package) for package in _PACKAGES]
-    from report import describe_run, write_result
+    from report import commit_of, describe_run, write_result
 
     result = {
         **describe_run("torch", "numpy"),
-        "before": _commit(options.before),
+        "before": commit_of(options.before),
         "load_average": os.getloadavg(),
         "engines": {name: environment for name, (_, environment) in ENGINES.items()},
         "prompt_tokens": options.input,
@@ -212,11 +212,6 @@ def _medians(rounds: list[_Row]) -> Iterator[_Row]:
                 for engine in ENGINES
             }
         yield row
-
-
-def _commit(checkout: Path) -> str:
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

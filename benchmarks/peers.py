@@ -68,8 +68,6 @@ _MAX_ROUNDS = 3
 def main() -> None:
     """Run all engines, write the JSON after each, print the table."""
     options = _parse()
-    if options.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it decides then
     if options.part:
         _run_part(options)
         return
@@ -268,24 +266,12 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three minutes instead of nine")
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU, no figures")
     parser.add_argument("--peers", nargs="+", choices=[_ATTENTION, *PEERS], help="only these")
-    parser.add_argument("--seconds", type=float, help="of the whole run, imports included")
     site = Path(os.environ["PEERS"]) if os.environ.get("PEERS") else None
     parser.add_argument("--site", type=Path, default=site, help="folder of the peers' packages")
-    out = Path(os.environ["OUT"]) / "peers.json" if os.environ.get("OUT") else None
-    parser.add_argument("--output", type=Path, default=out, help="write JSON here")
-    for name, kind in (("part", str), ("rows", Path), ("until", float)):
-        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = isolated.parse(parser, "peers")
     if options.site is not None:
         sys.path.append(str(options.site))
-    if not options.dry_run:
-        import torch
-
-        if not torch.cuda.is_available():
-            parser.error("no CUDA device here; --dry-run shows that the script works")
     return options
 
 

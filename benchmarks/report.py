@@ -20,7 +20,7 @@ def describe_run(*packages: str) -> dict[str, Any]:
     """Date, commit, command, processor and the versions of ``packages``."""
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _commit(),
+        "commit": commit_of(),
         "command": "python " + shlex.join(_relative(arg) for arg in sys.argv),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -36,8 +36,9 @@ def write_result(name: str, result: dict[str, Any], output: Path | None = None) 
     return path
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty"]
+def commit_of(checkout: Path = RESULTS) -> str:
+    """The commit of a checkout, marked where it has changes; "unknown" without git."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:  # a GPU machine may lack git

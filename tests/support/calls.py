@@ -111,10 +111,6 @@ class PeerClient:
             if is_final:
                 return
 
-    def text(self) -> str:
-        """The text of `answer`."""
-        return "".join(each["text_output"].item().decode() for each in self.answer())
-
     def ask(self, request_id: str = "", **values: Any) -> list[int]:
         """All output ids of one request."""
         self.send(request_id, **values)
