@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 CODEC = TextCodec(DEMO_MODEL)
 AnyRelay = vllm_model.TritonPythonModel | bls_model.TritonPythonModel
 OURS = ("could not be", "failed")
-"""Words in the errors for what nobody thought of."""
+"""Words in the errors for unexpected exceptions."""
 
 
 def config_of(model: str) -> Any:

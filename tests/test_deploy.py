@@ -1,4 +1,5 @@
-"""`docker-compose.yml` and what it mounts: the specification holds, no file or name is made up."""
+"""`docker-compose.yml`, what it mounts, the pod of docs/operations.md and the alerts: they follow
+their specifications, and name files, options and metrics that exist."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import typer
 import yaml
 from support.promql import FAMILY_TO_LABELS, check, selectors_of
 from typer.main import get_command
+from write_operations_docs import RULES, rules
 
 from inflight_openai.command import openai
 from inflight_server.commands.serve import serve
@@ -47,36 +50,33 @@ def services() -> dict[str, Any]:
     return services
 
 
-def check_against_specification(path: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    return subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
+def settings_of(command: Callable[..., None], arguments: list[str]) -> dict[str, Any]:
+    """What a command line sets; it must be one that the command takes."""
+    own = typer.Typer()
+    own.command()(command)
+    return get_command(own).make_context("inflight", arguments).params
 
 
 def test_the_file_follows_the_compose_specification() -> None:
-    result = check_against_specification(COMPOSE_FILE)
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    result = subprocess.run(
+        [*command, str(COMPOSE_FILE)], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_specification_refuses_a_misspelt_key(tmp_path: Path) -> None:
-    broken = tmp_path / "docker-compose.yml"
-    broken.write_text(COMPOSE_FILE.read_text(encoding="utf-8").replace("shm_size", "shm_sise"))
-    result = check_against_specification(broken)
-    assert result.returncode == 1
-    assert "shm_sise" in result.stdout
-
-
-def test_every_image_has_a_pinned_tag(services: dict[str, Any]) -> None:
-    images = [service["image"] for service in services.values()]
-    base = re.search(r"^FROM (\S+)$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)
-    assert base is not None
-    for image in [*images, base[1]]:
-        assert re.search(r":v?\d+\.\d+[^:]*$", image), f"{image} has no version"
-
-
-def test_ports_are_published_on_loop_back_only(services: dict[str, Any]) -> None:
+def test_images_are_pinned_and_ports_are_published_on_loop_back_only(
+    services: dict[str, Any],
+) -> None:
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    images = re.findall(r"^FROM (\S+)$", dockerfile, re.MULTILINE)
+    assert images
     for name, service in services.items():
+        images.append(service["image"])
         for port in service["ports"]:
             assert port.startswith("127.0.0.1:"), f"{name} publishes {port} to the network"
+    for image in images:
+        assert re.search(r":v?\d+\.\d+[^:]*$", image), f"{image} has no version"
 
 
 def test_the_front_listens_where_it_is_published_and_asks_the_server(
@@ -85,28 +85,24 @@ def test_the_front_listens_where_it_is_published_and_asks_the_server(
     service = services["openai"]
     program, name, *arguments = service["command"]
     assert (program, name) == ("inflight", "openai")
-    own = typer.Typer()
-    own.command()(openai)
-    settings = get_command(own).make_context(name, arguments).params
+    settings = settings_of(openai, arguments)
     assert service["ports"] == [f"127.0.0.1:{settings['port']}:{settings['port']}"]
     assert settings["url"] == "triton:8001"
     assert settings["host"] == "0.0.0.0"  # inside the container; `ports` decides who reaches it
     assert service["image"] == services["triton"]["image"]
 
 
-def test_every_mounted_file_exists_and_every_volume_is_declared(services: dict[str, Any]) -> None:
-    declared = read_yaml(COMPOSE_FILE)["volumes"]
-    used = set()
-    for service in services.values():
-        for mount in service.get("volumes", ()):
-            if mount.startswith("${MODEL_DIR:?"):
-                continue
-            source = mount.split(":")[0]
-            if source.startswith("./"):
-                assert (ROOT / source).exists(), f"{source} is mounted but missing"
-            else:
-                used.add(source)
-    assert used == set(declared)
+def test_every_file_that_is_mounted_or_copied_exists(services: dict[str, Any]) -> None:
+    dockerfile = (ROOT / services["triton"]["build"]["dockerfile"]).read_text()
+    lines = re.findall(r"^COPY (.+)$", dockerfile, re.MULTILINE)
+    copied = {source for line in lines for source in line.split()[:-1]}
+    assert {"backend", "client", "kernels", "scheduler", "model_repository"} <= copied
+    mounts = [mount for service in services.values() for mount in service.get("volumes", ())]
+    mounted = {mount.split(":")[0] for mount in mounts if not mount.startswith("${MODEL_DIR:?")}
+    volumes = {source for source in mounted if not source.startswith("./")}
+    assert volumes == set(read_yaml(COMPOSE_FILE)["volumes"])
+    missing = [each for each in copied | mounted - volumes if not (ROOT / each).exists()]
+    assert missing == []
 
 
 def test_the_server_has_a_gpu_a_read_only_model_and_time_to_drain(services: dict[str, Any]) -> None:
@@ -117,18 +113,6 @@ def test_the_server_has_a_gpu_a_read_only_model_and_time_to_drain(services: dict
     assert model.endswith(":/model:ro")
     assert triton["command"][-2:] == ["--model", "/model"]
     assert int(triton["stop_grace_period"].removesuffix("s")) > 30
-
-
-def test_the_image_is_built_from_files_that_exist(services: dict[str, Any]) -> None:
-    dockerfile = (ROOT / services["triton"]["build"]["dockerfile"]).read_text()
-    copied = [
-        source
-        for line in re.findall(r"^COPY (.+)$", dockerfile, re.MULTILINE)
-        for source in line.split()[:-1]
-    ]
-    assert {"backend", "client", "kernels", "scheduler", "model_repository"} <= set(copied)
-    for source in copied:
-        assert (ROOT / source).exists(), f"the Dockerfile copies {source}, which is missing"
 
 
 @pytest.mark.parametrize("has_compiler", [True, False])
@@ -163,9 +147,7 @@ def test_the_pod_of_the_operations_page_is_what_compose_runs(services: dict[str,
     assert "command" not in container, "it would take the place of the image's entry point"
     program, name, *arguments = container["args"]
     assert (program, name) == ("inflight", "serve")
-    own = typer.Typer()
-    own.command()(serve)
-    settings = get_command(own).make_context(name, arguments).params
+    settings = settings_of(serve, arguments)
     assert (settings["host"], str(settings["model"])) == ("0.0.0.0", "/model")
     ports = [settings[f"{kind}_port"] for kind in ("http", "grpc", "metrics")]
     assert [port["containerPort"] for port in container["ports"]] == ports
@@ -181,18 +163,7 @@ def test_the_pod_of_the_operations_page_is_what_compose_runs(services: dict[str,
     assert "livenessProbe" not in container
 
 
-def test_prometheus_scrapes_services_of_this_file(services: dict[str, Any]) -> None:
-    config = read_yaml(ROOT / "deploy/prometheus.yml")
-    targets = [
-        t for job in config["scrape_configs"] for s in job["static_configs"] for t in s["targets"]
-    ]
-    assert targets == ["triton:8002"]
-    assert "127.0.0.1:8002:8002" in services["triton"]["ports"]
-
-
 def test_grafana_is_provisioned_from_the_mounted_folders(services: dict[str, Any]) -> None:
-    [datasource] = read_yaml(DATASOURCE_FILE)["datasources"]
-    assert datasource["url"] == "http://prometheus:9090"
     [provider] = read_yaml(PROVIDER_FILE)["providers"]
     folder = provider["options"]["path"]
     assert f"./deploy/grafana/dashboards:{folder}:ro" in services["grafana"]["volumes"]
@@ -205,10 +176,10 @@ def dashboard_expressions() -> list[str]:
     return [target["expr"] for panel in panels for target in panel["targets"]]
 
 
-@pytest.mark.parametrize("expression", dashboard_expressions())
-def test_the_dashboard_asks_for_metrics_that_exist(expression: str) -> None:
-    assert selectors_of(expression)
-    check(expression, TRITON_FAMILIES)
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    for expression in dashboard_expressions():
+        assert selectors_of(expression)
+        check(expression, TRITON_FAMILIES)
 
 
 def test_the_dashboard_is_whole() -> None:
@@ -216,12 +187,7 @@ def test_the_dashboard_is_whole() -> None:
     [datasource] = read_yaml(DATASOURCE_FILE)["datasources"]
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
-    for panel in board["panels"]:
-        assert panel["datasource"]["uid"] == datasource["uid"]
-        assert panel["title"]
-        assert panel["description"]
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {datasource["uid"]}
     shown = {
         family
         for expr in dashboard_expressions()
@@ -230,3 +196,24 @@ def test_the_dashboard_is_whole() -> None:
     }
     constant = {"nv_trt_llm_disaggregated_serving_metrics"}
     assert shown == set(FAMILY_TO_LABELS) - constant, "a family of ours has no panel"
+
+
+def test_every_alert_can_fire_and_is_one_that_prometheus_reads(services: dict[str, Any]) -> None:
+    """It names metrics that exist, and its sides have the same labels. Prometheus refuses the whole
+    file for a field that it does not know."""
+    config = read_yaml(ROOT / "deploy/prometheus.yml")
+    jobs = {job["job_name"] for job in config["scrape_configs"]}
+    for rule in rules():
+        check(rule["expr"], set())
+        assert set(re.findall(r'job="([^"]*)"', rule["expr"])) <= jobs
+        assert set(rule) - {"for"} == {"alert", "expr", "labels", "annotations"}
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "1s"))
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert set(rule["annotations"]) == {"summary", "description"}
+        templates = re.findall(r"\{\{(.*?)\}\}", str(rule["annotations"]))
+        assert templates == [" $labels.instance "]
+    mounts = services["prometheus"]["volumes"]
+    [mounted] = [mount for mount in mounts if "/prometheus.yml:" in mount]
+    folder = mounted.split(":")[1].rpartition("/")[0]
+    assert config["rule_files"] == [RULES.name]  # beside the file that says so
+    assert f"./{RULES.relative_to(ROOT)}:{folder}/{RULES.name}:ro" in mounts

@@ -1,4 +1,4 @@
-"""The clients of tensorrtllm_backend v0.5 to v0.13: what they send, and how they read the answers.
+"""The clients of tensorrtllm_backend v0.5 to v0.20: what they send, and how they read the answers.
 
 Each test does what the script of its name does, in words of ours: the same tensors and types, no
 outputs named where the script names none, and the script's own checks. A tag is its minor version.
@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
-from support.plain_triton import PlainServer, infer, repository_server, stream_infer
-from support.server_process import assert_counts
+from support.calls import WAIT_SECONDS, assert_counts, infer, stream_infer
+from support.plain_triton import PlainServer, repository_server
 
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-WAIT = 60.0
 PROMPT = "1 2 3"
 NUM_TOKENS = 8
 CODEC = TextCodec(DEMO_MODEL)
@@ -35,11 +35,25 @@ WHOLE, STREAMED = ("--no-decoupled",), ("--decoupled",)
 WHOLE_UINT32 = (*WHOLE, "--set", "uint32_inputs=true")
 STREAMED_UINT32 = (*STREAMED, "--set", "uint32_inputs=true")
 LAST_WITH_UINT32 = 6
+LATEST = 20
+NUMBERS = (
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks",
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+    "acceptance_rate",
+    "total_accepted_draft_tokens",
+    "total_draft_tokens",
+)
 
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest) -> Iterator[PlainServer]:
     options = [*(f"--add={name}" for name in MODELS), "--set", "out_of_vocabulary=fold"]
+    options += ["--set", "max_beam_width=3"]
     with repository_server(*request.param, *options) as running:
         yield running
 
@@ -157,33 +171,45 @@ def test_e2e_grpc_speculative_decoding_client(server: PlainServer, tag: int) -> 
     assert_counts(PROMPT, text[0].decode("utf8").removeprefix(PROMPT), NUM_TOKENS)
 
 
-def run_end_to_end_grpc_client(server: PlainServer, tag: int, model: str, stream: bool) -> None:
+def run_end_to_end_grpc_client(
+    server: PlainServer, tag: int, model: str, stream: bool, beam_width: int = 1
+) -> None:
     inputs = text_inputs(tag, stream=[[stream]])
+    outputs: tuple[str, ...] = ()
     if tag >= 8:
-        inputs["beam_width"] = [[1]]
+        inputs["beam_width"] = [[beam_width]]
+    if tag == LATEST:
+        inputs |= {"return_perf_metrics": [[True]], "exclude_input_in_output": [[True]]}
+        outputs = ("text_output", *NUMBERS)
     text = ""
-    for response in stream_infer(server, model, inputs):
+    for response in stream_infer(server, model, inputs, outputs):
         assert "error" not in response, response
+        assert response["text_output"].shape == (beam_width,)
+        assert all(response[name][0][0] >= 0 for name in outputs[1:])
         new = response["text_output"][0].decode("utf-8")
-        text = text + new if stream else new
-        if tag >= 12:
+        text = text + new if stream and beam_width == 1 else new
+        if 12 <= tag < LATEST:
             assert response["batch_index"][0][0] == 0
-    assert_counts(PROMPT, text if stream else text.removeprefix(PROMPT), NUM_TOKENS)
+    assert_counts(PROMPT, text.removeprefix(PROMPT), NUM_TOKENS)
 
 
 @pytest.mark.contract("client", "batch-index")
-@on(STREAMED, 7, 9, 12, 13)
+@on(STREAMED, 7, 9, 12, 13, LATEST)
 def test_end_to_end_grpc_client_streams(server: PlainServer, tag: int) -> None:
-    for model in ("ensemble", "tensorrt_llm_bls"):
-        run_end_to_end_grpc_client(server, tag, model, stream=True)
-        run_end_to_end_grpc_client(server, tag, model, stream=False)
+    for model, beam_width in product(("ensemble", "tensorrt_llm_bls"), beam_widths(tag)):
+        run_end_to_end_grpc_client(server, tag, model, True, beam_width)
+        run_end_to_end_grpc_client(server, tag, model, False, beam_width)
 
 
 @pytest.mark.contract("client", "batch-index")
-@on(WHOLE, 7, 9, 12, 13)
+@on(WHOLE, 7, 9, 12, 13, LATEST)
 def test_end_to_end_grpc_client(server: PlainServer, tag: int) -> None:
-    for model in ("ensemble", "tensorrt_llm_bls"):
-        run_end_to_end_grpc_client(server, tag, model, stream=False)
+    for model, beam_width in product(("ensemble", "tensorrt_llm_bls"), beam_widths(tag)):
+        run_end_to_end_grpc_client(server, tag, model, False, beam_width)
+
+
+def beam_widths(tag: int) -> Sequence[int]:
+    return (1, 3) if tag == LATEST else (1,)
 
 
 @pytest.mark.contract("client", "uint32")
@@ -208,11 +234,17 @@ def run_inflight_batcher_llm_client(server: PlainServer, tag: int, *, stream: bo
     if tag >= 12:
         asked["return_log_probs"] = [[True]]
         named += LOG_PROBS
+    if tag == LATEST:
+        asked["return_perf_metrics"] = [[True]]
+        named += NUMBERS
     found: list[int] = []
     for response in stream_infer(server, "tensorrt_llm", asked, named):
         assert "error" not in response, response
         if tag >= 12:
-            assert response["cum_log_probs"].shape == (1, 1)
+            assert response["cum_log_probs"][0].shape == (1,)
+            assert response["output_log_probs"][0].ndim == 2
+        if tag == LATEST:
+            assert all(response[name][0][0] >= 0 for name in NUMBERS)
         if stream:
             found += response["output_ids"][0][0].tolist()
         else:
@@ -220,13 +252,22 @@ def run_inflight_batcher_llm_client(server: PlainServer, tag: int, *, stream: bo
     assert_counts(PROMPT, CODEC.decode(found), NUM_TOKENS)
     stop = {"input_ids": [[0]], "input_lengths": [[0]], "stop": [[True]]}
     stop["request_output_len"] = integer(0, tag)
-    assert stream_infer(server, "tensorrt_llm", stop, request_id="1") == []
+    parameters = {"Streaming": stream} if tag == LATEST else None
+    assert stream_infer(server, "tensorrt_llm", stop, (), parameters, request_id="1") == []
 
 
 @pytest.mark.contract("client", "stop-and-stream")
-@on(STREAMED, 7, 9, 12, 13)
+@on(STREAMED, 7, 9, 12, 13, LATEST)
 def test_inflight_batcher_llm_client_streams(server: PlainServer, tag: int) -> None:
     run_inflight_batcher_llm_client(server, tag, stream=True)
+
+
+@on(WHOLE, LATEST)
+def test_inflight_batcher_llm_client(server: PlainServer, tag: int) -> None:
+    """It says with a parameter, too, that it does not stream."""
+    run_inflight_batcher_llm_client(server, tag, stream=False)
+    answer = infer(server, "tensorrt_llm", {"Streaming": False}, **text_inputs(tag))
+    assert answer["text_output"].shape == (1,)
 
 
 @pytest.mark.contract("client", "uint32")
@@ -271,7 +312,7 @@ def run_identity_test(server: PlainServer, tag: int, prompts: Sequence[Sequence[
                 request_id=str(index),
             )
         for _ in prompts:
-            result, error = results.get(timeout=WAIT)
+            result, error = results.get(timeout=WAIT_SECONDS)
             assert error is None, error
             response = result.get_response(as_json=True)
             length = int(response["outputs"][0]["shape"][2])
