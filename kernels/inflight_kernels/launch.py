@@ -198,7 +198,6 @@ def _table() -> dict[str, list[int]]:
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 _IS_EARLY = tl.constexpr(IS_EARLY)
 FP8_MAX = tl.constexpr(448.0)  # largest finite float8_e4m3fn
