@@ -147,24 +147,6 @@ def test_a_top_p_next_to_1_leaves_top_k_in_force(device: torch.device) -> None:
     torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
 
 
-def test_follows_the_distribution(device: torch.device) -> None:
-    """20,000 draws of the reference, frequencies within five standard deviations; the kernel
-    draws the first of them alike."""
-    num_rows, num_kernel_rows = 20_000, 40
-    probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1], device=device)
-    logits = probabilities.log().repeat(num_rows, 1)
-    ones = torch.ones(num_rows, device=device)
-    top_k = torch.zeros(num_rows, dtype=torch.int32, device=device)
-    seeds = torch.full((num_rows,), 9, dtype=torch.int64, device=device)
-    arguments = (logits, ones, top_k, ones, seeds, torch.arange(num_rows, device=device))
-    tokens = reference.sample(*arguments)
-    frequencies = tokens.bincount(minlength=4) / num_rows
-    deviation = (probabilities * (1 - probabilities) / num_rows).sqrt()
-    assert bool(((frequencies - probabilities).abs() < 5 * deviation).all())
-    first = (argument[:num_kernel_rows] for argument in arguments)
-    assert torch.equal(sample(*first), tokens[:num_kernel_rows])
-
-
 def test_a_row_does_not_depend_on_the_batch(
     device: torch.device, generator: torch.Generator
 ) -> None:
@@ -225,27 +207,3 @@ def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
     logits[0, [5000, 8999]] = 1.0
     settings = parameters(device, [(0.0, 0, 0.0)])
     assert sample(logits, *settings, *noise_arguments(1, device)).tolist() == [5000]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"logits": torch.zeros(2, 8).double()}, "logits: dtype"),
-        ({"logits": torch.zeros(2, 0)}, "logits: rows must have 1 to"),
-        ({"temperature": torch.zeros(3)}, "temperature: shape"),
-        ({"top_k": torch.zeros(2, dtype=torch.int64)}, "top_k: dtype"),
-        ({"seeds": torch.zeros(2, dtype=torch.int32)}, "seeds: dtype"),
-        ({"positions": torch.zeros(4, dtype=torch.int64)[::2]}, "positions: must be contiguous"),
-    ],
-)
-def test_refuses_what_does_not_fit(change: dict[str, torch.Tensor], message: str) -> None:
-    arguments = {
-        "logits": torch.zeros(2, 8),
-        "temperature": torch.zeros(2),
-        "top_k": torch.zeros(2, dtype=torch.int32),
-        "top_p": torch.zeros(2),
-        "seeds": torch.zeros(2, dtype=torch.int64),
-        "positions": torch.zeros(2, dtype=torch.int64),
-    }
-    with pytest.raises(ValueError, match=message):
-        sample(**{**arguments, **change})
