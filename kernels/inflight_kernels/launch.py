@@ -190,7 +190,7 @@ def check_arguments(*arguments: Argument) -> dict[str, int]:
         check_dtype(name, tensor, dtypes)
         if check_layout is not None:
             check_layout(name, tensor)
-        if tensor is not first:
+        if first is None or tensor.device != first.device:
             check_same_device(**{first_name: first, name: tensor})
     return sizes
 

@@ -55,18 +55,9 @@ def test_equals_norm_then_rope_then_write(
     key_cache, value_cache = memory[:, 1:].unbind()
 
     out = rope_write_kv(
-        query,
-        key,
-        value,
-        cos_sin,
-        positions,
-        key_cache,
-        value_cache,
-        slots,
-        q_weight if has_norm else None,
-        k_weight if has_norm else None,
-        1e-5,
-    )
+        query, key, value, cos_sin, positions, key_cache, value_cache, slots,
+        q_weight if has_norm else None, k_weight if has_norm else None, 1e-5,
+    )  # fmt: skip
 
     if has_norm:
         query = reference.rms_norm(query, q_weight, 1e-5)
@@ -94,17 +85,9 @@ def test_fp8_cache_in_another_layout(device: torch.device, generator: torch.Gene
     memory = torch.zeros(2, 2, 2, 16, 64, dtype=torch.float8_e4m3fn, device=device)
     key_cache, value_cache = memory.transpose(2, 3).unbind()
     rope_write_kv(
-        query,
-        key,
-        value,
-        cos_sin,
-        positions,
-        key_cache,
-        value_cache,
-        slots,
-        key_scale=0.5,
-        value_scale=0.02,
-    )
+        query, key, value, cos_sin, positions, key_cache, value_cache, slots,
+        key_scale=0.5, value_scale=0.02,
+    )  # fmt: skip
     rotated = reference.apply_rope(query.float(), key.float(), cos_sin, positions.long())[1]
     for cache, scale, new in ((key_cache, 0.5, rotated), (value_cache, 0.02, value.float())):
         expected = (new / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()

@@ -90,7 +90,8 @@ def _check(
         raise ValueError(f"source: shape must be [*, *, ...], got {list(source.shape)}")
     num_layers, _, *sizes = source.shape
     dtypes = (*launch.CACHE_DTYPES, torch.uint8)
-    shape, other_shape = (num_layers, "B", *sizes), (num_layers, "D", *sizes)
+    shape: tuple[int | str, ...] = (num_layers, "B", *sizes)
+    other_shape: tuple[int | str, ...] = (num_layers, "D", *sizes)
     launch.check_arguments(
         Argument("source", source, shape, dtypes, _check_blocks),
         Argument("destination", destination, other_shape, (source.dtype,), _check_blocks),

@@ -164,7 +164,8 @@ def _check(
     column_scales: torch.Tensor | None,
 ) -> None:
     """Raise ValueError, naming the argument, unless all fit one another."""
-    dtypes = residual_dtypes = launch.FLOAT_DTYPES
+    dtypes: tuple[torch.dtype, ...] = launch.FLOAT_DTYPES
+    residual_dtypes = dtypes
     if token_scales is not None:
         dtypes = (torch.float32,)
     elif residual is not None:
