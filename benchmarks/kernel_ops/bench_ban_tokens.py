@@ -1,7 +1,4 @@
-"""Bans in every row (K3): microseconds and GB/s, each text read once.
-
-python -m kernel_ops.bench_ban_tokens --output ban_tokens.json [--dry-run]
-"""
+"""Bans in every row (K3): microseconds and GB/s, each text read once."""
 
 from __future__ import annotations
 
@@ -10,16 +7,14 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main, num_bytes
+from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams, ban_words
+from kernel_ops.harness import Row, Setting, num_bytes
 
 _WORDS_PER_ROW, _WIDTH = 16, 4
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Texts of one length, with 3-grams and with words of four tokens."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams, ban_words
-
     device = setting.device
     vocabulary, length = (100, 20) if setting.is_dry else (128256, 2048)
     for batch in [2] if setting.is_dry else [1, 8, 64, 256]:
@@ -39,7 +34,3 @@ def rows(setting: Setting) -> Iterator[Row]:
             ban_words, logits, slots.int(), lengths, words, word_lengths, owners, history
         )
         yield Row({**parameters, "kind": f"{_WORDS_PER_ROW} words"}, bans, 2 * num_bytes(words))
-
-
-if __name__ == "__main__":
-    main("ban_tokens", rows)

@@ -1,7 +1,4 @@
-"""Copying cache blocks in all layers (K3): microseconds and GB/s, read plus written.
-
-python -m kernel_ops.bench_copy_blocks --output copy_blocks.json [--dry-run]
-"""
+"""Copying cache blocks in all layers (K3): microseconds and GB/s, read plus written."""
 
 from __future__ import annotations
 
@@ -10,7 +7,8 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main, num_bytes
+from inflight_kernels.ops.copy_blocks import copy_blocks
+from kernel_ops.harness import Row, Setting, num_bytes
 from kernel_ops.paged_batch import LLAMA_8B, TINY
 
 _BLOCK = 64
@@ -18,9 +16,6 @@ _BLOCK = 64
 
 def rows(setting: Setting) -> Iterator[Row]:
     """One block (copy-on-write) to many (a pause), out of a cache larger than the L2."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.copy_blocks import copy_blocks
-
     heads, num_layers, counts = LLAMA_8B, 64, [1, 16, 256]
     if setting.is_dry:
         heads, num_layers, counts = TINY, 2, [1]
@@ -30,7 +25,3 @@ def rows(setting: Setting) -> Iterator[Row]:
         origins = torch.arange(count, dtype=torch.int32, device=setting.device)
         call = partial(copy_blocks, cache, cache, origins, origins + count)
         yield Row({"shape": heads.name, "blocks": count}, call, num_bytes(cache))
-
-
-if __name__ == "__main__":
-    main("copy_blocks", rows)

@@ -1,7 +1,4 @@
-"""Generation attention (K1): GB/s over batch, context, GQA and MHA, bfloat16 and FP8 cache.
-
-python -m kernel_ops.bench_paged_attention_generation --output k1.json [--sweep | --dry-run]
-"""
+"""Generation attention (K1): GB/s over batch, context, GQA and MHA, bfloat16 and FP8 cache."""
 
 from __future__ import annotations
 
@@ -11,7 +8,13 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from kernel_ops.harness import Call, Row, Setting, main
+from inflight_kernels.ops.paged_attention_generation import (
+    GenerationTile,
+    choose_tile,
+    paged_attention_generation,
+    plan_generation,
+)
+from kernel_ops.harness import Call, Row, Setting
 from kernel_ops.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch, make_batch
 
 # More would not fit beside the weights either: 48 GiB of cache per row of the table.
@@ -85,14 +88,6 @@ def _variants(
     has_heads_first: bool = False,
     room: int = 0,
 ) -> Iterator[Row]:
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.paged_attention_generation import (
-        GenerationTile,
-        choose_tile,
-        paged_attention_generation,
-        plan_generation,
-    )
-
     batch = make_batch(
         heads,
         [1] * len(lengths),
@@ -179,7 +174,3 @@ def _sdpa(batch: PagedBatch, heads: Heads, lengths: list[int]) -> Call:
     query = batch.query[:, :, None]  # [B, H, 1, D]
     is_gqa = heads.num_heads != heads.num_kv_heads
     return partial(functional.scaled_dot_product_attention, query, key, value, enable_gqa=is_gqa)
-
-
-if __name__ == "__main__":
-    main("paged_attention_generation", rows)

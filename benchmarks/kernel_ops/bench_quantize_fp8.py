@@ -1,7 +1,4 @@
-"""Rows to FP8 (K3), as wide as what attention finds: microseconds and GB/s.
-
-python -m kernel_ops.bench_quantize_fp8 --output quantize_fp8.json [--dry-run]
-"""
+"""Rows to FP8 (K3), as wide as what attention finds: microseconds and GB/s."""
 
 from __future__ import annotations
 
@@ -10,21 +7,15 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main
+from inflight_kernels.ops.quantize_fp8 import quantize_fp8
+from kernel_ops.harness import Row, Setting
 from kernel_ops.token_shapes import token_shapes
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Every shape."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.quantize_fp8 import quantize_fp8
-
     for shape in token_shapes(setting):
         size = (shape.num_tokens, shape.heads.num_heads * shape.heads.head_dim)
         x = torch.randn(size, dtype=torch.bfloat16, device=setting.device)
         read = x.numel() * x.element_size()
         yield Row({**shape.parameters, "op": "quantize"}, partial(quantize_fp8, x), read * 3 // 2)
-
-
-if __name__ == "__main__":
-    main("quantize_fp8", rows)

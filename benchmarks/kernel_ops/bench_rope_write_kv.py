@@ -1,7 +1,4 @@
-"""Rotary embedding fused with the cache write (K3): microseconds and GB/s.
-
-python -m kernel_ops.bench_rope_write_kv --output rope_write_kv.json [--dry-run]
-"""
+"""Rotary embedding fused with the cache write (K3): microseconds and GB/s."""
 
 from __future__ import annotations
 
@@ -10,7 +7,8 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main, num_bytes
+from inflight_kernels.ops.rope_write_kv import rope_write_kv
+from kernel_ops.harness import Row, Setting, num_bytes
 from kernel_ops.token_shapes import token_shapes
 
 _BLOCK = 64
@@ -19,9 +17,6 @@ _MAX_POSITIONS = 8192
 
 def rows(setting: Setting) -> Iterator[Row]:
     """bfloat16 and FP8 caches, without and with qk-norm, at every shape."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.rope_write_kv import rope_write_kv
-
     device = setting.device
     for shape in token_shapes(setting):
         heads, num_tokens = shape.heads, shape.num_tokens
@@ -49,7 +44,3 @@ def rows(setting: Setting) -> Iterator[Row]:
                     "cache": str(dtype).removeprefix("torch."),
                 }
                 yield Row(parameters, partial(rope_write_kv, *arguments, *weights), moved)
-
-
-if __name__ == "__main__":
-    main("rope_write_kv", rows)

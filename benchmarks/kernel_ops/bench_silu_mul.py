@@ -1,7 +1,4 @@
-"""The gated activation, and with FP8 output (K3): microseconds and GB/s.
-
-python -m kernel_ops.bench_silu_mul --output silu_mul.json [--dry-run]
-"""
+"""The gated activation, and with FP8 output (K3): microseconds and GB/s."""
 
 from __future__ import annotations
 
@@ -10,16 +7,14 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main
+from inflight_kernels import reference
+from inflight_kernels.ops.silu_mul import silu_mul, silu_mul_fp8
+from kernel_ops.harness import Row, Setting
 from kernel_ops.token_shapes import token_shapes
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Both variants at every shape."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels import reference
-    from inflight_kernels.ops.silu_mul import silu_mul, silu_mul_fp8
-
     for shape in token_shapes(setting):
         size = (shape.num_tokens, 2 * shape.intermediate)
         gate_up = torch.randn(size, dtype=torch.bfloat16, device=setting.device)
@@ -28,7 +23,3 @@ def rows(setting: Setting) -> Iterator[Row]:
         labels = shape.parameters
         yield Row({**labels, "op": "silu"}, partial(silu_mul, gate_up), read + read // 2, 0, peer)
         yield Row({**labels, "op": "silu fp8"}, partial(silu_mul_fp8, gate_up), read + read // 4)
-
-
-if __name__ == "__main__":
-    main("silu_mul", rows)

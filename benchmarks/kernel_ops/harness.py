@@ -15,7 +15,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,25 +53,20 @@ class Setting:
     """Of the generation attention: (batch, context) that are made at all."""
 
 
-Rows = Callable[[Setting], Iterator[Row]]
-
-
-def main(op: str, rows: Rows) -> None:
-    """Command line of one benchmark: run its rows, print a table, write JSON."""
-    run_all({op: rows}, __doc__)
-
-
-def run_all(benchmarks: Mapping[str, Rows], description: str | None) -> None:
-    """Command line over several benchmarks."""
+def run(ops: Sequence[str], description: str | None) -> None:
+    """Command line: run the rows of ``bench_<op>.py`` for some ops, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(ops)}; default: all")
     parser.add_argument(
         "--dry-run", action="store_true", help="tiny shapes, interpreted, no figures"
     )
     parser.add_argument("--sweep", action="store_true", help="try tiles beside the chosen one")
     parser.add_argument("--output", type=Path, help="write JSON here")
     arguments = parser.parse_args()
+    if unknown := set(arguments.ops) - set(ops):
+        parser.error(f"no such op: {', '.join(sorted(unknown))}")
     if arguments.dry_run:
-        # Before anything imports triton: it decides when it decorates its kernels.
+        # Before the benchmarks import triton: it decides when it decorates its kernels.
         os.environ["TRITON_INTERPRET"] = "1"
     elif not torch.cuda.is_available():
         parser.error("no CUDA device here; --dry-run shows that the script works")
@@ -79,8 +74,9 @@ def run_all(benchmarks: Mapping[str, Rows], description: str | None) -> None:
     setting = Setting(device, arguments.dry_run, arguments.sweep)
     torch.manual_seed(0)
     report = {**environment(setting), "ops": {}}
-    for op, rows in benchmarks.items():
+    for op in arguments.ops or ops:
         sys.stdout.write(f"{op}\n")
+        rows = importlib.import_module(f"kernel_ops.bench_{op}").rows
         # A map holds no row while the next is made: of some, two do not fit the GPU.
         report["ops"][op] = list(map(partial(_measured, setting), rows(setting)))
     if arguments.output:
