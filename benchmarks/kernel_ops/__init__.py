@@ -1,1 +1,1 @@
-"""Benchmarks of the kernels, each on its own: ``python -m kernel_ops.bench_sample``."""
+"""Benchmarks of the kernels: ``python -m kernel_ops.run_all sample``, for instance."""

@@ -7,30 +7,28 @@ from functools import partial
 
 import torch
 
+from inflight_kernels import reference
+from inflight_kernels.ops.adjust_logits import adjust_logits
 from kernel_ops.harness import Row, Setting, num_bytes
+from kernel_ops.token_shapes import logits_shapes
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Batches whose rows ask for everything."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels import reference
-    from inflight_kernels.ops.adjust_logits import adjust_logits
-
     device = setting.device
-    for vocabulary in [100] if setting.is_dry else [32000, 128256]:
-        for batch in [2] if setting.is_dry else [1, 8, 64, 256]:
-            logits = 4 * torch.randn(batch, vocabulary, device=device)
-            bias = torch.zeros(batch, vocabulary, device=device)
-            counts = torch.zeros(batch, vocabulary, dtype=torch.int32, device=device)
-            arguments = (
-                logits,
-                torch.arange(batch, device=device),
-                torch.ones(batch, device=device),
-                bias,
-                counts,
-                torch.tensor([[1.2, 0.1, 0.1]], device=device).repeat(batch, 1),
-            )
-            parameters = {"vocabulary": vocabulary, "batch": batch}
-            baselines = {"torch": partial(reference.adjust_logits, *arguments)}
-            size = 2 * num_bytes(logits) + num_bytes(bias) + num_bytes(counts)
-            yield Row(parameters, partial(adjust_logits, *arguments), size, 0, baselines)
+    for batch, vocabulary in logits_shapes(setting):
+        logits = 4 * torch.randn(batch, vocabulary, device=device)
+        bias = torch.zeros(batch, vocabulary, device=device)
+        counts = torch.zeros(batch, vocabulary, dtype=torch.int32, device=device)
+        arguments = (
+            logits,
+            torch.arange(batch, device=device),
+            torch.ones(batch, device=device),
+            bias,
+            counts,
+            torch.tensor([[1.2, 0.1, 0.1]], device=device).repeat(batch, 1),
+        )
+        parameters = {"vocabulary": vocabulary, "batch": batch}
+        baselines = {"torch": partial(reference.adjust_logits, *arguments)}
+        size = 2 * num_bytes(logits) + num_bytes(bias) + num_bytes(counts)
+        yield Row(parameters, partial(adjust_logits, *arguments), size, 0, baselines)

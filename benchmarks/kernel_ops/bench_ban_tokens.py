@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams, ban_words
 from kernel_ops.harness import Row, Setting, num_bytes
 
 _WORDS_PER_ROW, _WIDTH = 16, 4
@@ -14,9 +15,6 @@ _WORDS_PER_ROW, _WIDTH = 16, 4
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Texts of one length, with 3-grams and with words of four tokens."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams, ban_words
-
     device = setting.device
     vocabulary, length = (100, 20) if setting.is_dry else (128256, 2048)
     for batch in [2] if setting.is_dry else [1, 8, 64, 256]:

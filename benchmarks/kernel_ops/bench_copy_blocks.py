@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from inflight_kernels.ops.copy_blocks import copy_blocks
 from kernel_ops.harness import Row, Setting, num_bytes
 from kernel_ops.paged_batch import LLAMA_8B, TINY
 
@@ -15,9 +16,6 @@ _BLOCK = 64
 
 def rows(setting: Setting) -> Iterator[Row]:
     """One block (copy-on-write) to many (a pause), out of a cache larger than the L2."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.copy_blocks import copy_blocks
-
     heads, num_layers, counts = LLAMA_8B, 64, [1, 16, 256]
     if setting.is_dry:
         heads, num_layers, counts = TINY, 2, [1]

@@ -8,15 +8,13 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from inflight_kernels.ops.invariant_linear import invariant_linear
 from kernel_ops.harness import Row, Setting, num_bytes
 from kernel_ops.token_shapes import token_shapes
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Down projections of both models in bfloat16."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.invariant_linear import invariant_linear
-
     for shape in token_shapes(setting):
         size = (shape.hidden, shape.intermediate)
         weight = torch.randn(size, dtype=torch.bfloat16, device=setting.device)

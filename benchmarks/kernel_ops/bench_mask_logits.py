@@ -7,24 +7,22 @@ from functools import partial
 
 import torch
 
+from inflight_kernels import reference
+from inflight_kernels.ops.mask_logits import mask_logits
 from kernel_ops.harness import Row, Setting, num_bytes
+from kernel_ops.token_shapes import logits_shapes
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Batches whose rows are all guided; every second token is allowed."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels import reference
-    from inflight_kernels.ops.mask_logits import mask_logits
-
     device = setting.device
-    for vocabulary in [100] if setting.is_dry else [32000, 128256]:
-        for batch in [2] if setting.is_dry else [1, 8, 64, 256]:
-            logits = 4 * torch.randn(batch, vocabulary, device=device)
-            shape = (batch, 2 + -(-vocabulary // 32))
-            masks = torch.full(shape, 0x55555555, dtype=torch.int32, device=device)
-            masks[:, 0] = torch.arange(batch)
-            masks[:, 1] = -1
-            parameters = {"vocabulary": vocabulary, "batch": batch}
-            baselines = {"torch": partial(reference.mask_logits, logits, masks)}
-            size = 2 * num_bytes(logits) + num_bytes(masks)
-            yield Row(parameters, partial(mask_logits, logits, masks), size, 0, baselines)
+    for batch, vocabulary in logits_shapes(setting):
+        logits = 4 * torch.randn(batch, vocabulary, device=device)
+        shape = (batch, 2 + -(-vocabulary // 32))
+        masks = torch.full(shape, 0x55555555, dtype=torch.int32, device=device)
+        masks[:, 0] = torch.arange(batch)
+        masks[:, 1] = -1
+        parameters = {"vocabulary": vocabulary, "batch": batch}
+        baselines = {"torch": partial(reference.mask_logits, logits, masks)}
+        size = 2 * num_bytes(logits) + num_bytes(masks)
+        yield Row(parameters, partial(mask_logits, logits, masks), size, 0, baselines)

@@ -9,6 +9,11 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from inflight_kernels.ops.paged_attention_context import (
+    ContextTile,
+    choose_tile,
+    paged_attention_context,
+)
 from kernel_ops.harness import Call, Row, Setting, num_bytes
 from kernel_ops.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch, make_batch
 
@@ -44,13 +49,6 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 
 def _variants(setting: Setting, heads: Heads, work: _Work, dtype: torch.dtype) -> Iterator[Row]:
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.paged_attention_context import (
-        ContextTile,
-        choose_tile,
-        paged_attention_context,
-    )
-
     batch = make_batch(
         heads,
         work.query_lens,

@@ -8,13 +8,19 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from inflight_kernels.ops.paged_attention_generation import (
+    GenerationTile,
+    choose_tile,
+    paged_attention_generation,
+    plan_generation,
+)
 from kernel_ops.harness import Call, Row, Setting
 from kernel_ops.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch, make_batch
 
 # More would not fit beside the weights either: 48 GiB of cache per row of the table.
 _MAX_CACHE_BYTES = 48 * 2**30
 _BLOCK = 64
-# Tokens of a block by default: half a tile. At these (batch, context) it is measured
+# Tokens of a block if nobody says otherwise: half a tile. At these (batch, context) it is measured
 # beside blocks of a whole one; as is the layout with heads first, in which a tile is one piece of
 # memory instead of one for each token. Both run the code that is compiled for the others.
 _DEFAULT_BLOCK, _COMPARED_AT = 32, {(1, 1024), (64, 1024), (256, 1024), (8, 16_384)}
@@ -82,14 +88,6 @@ def _variants(
     has_heads_first: bool = False,
     room: int = 0,
 ) -> Iterator[Row]:
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.paged_attention_generation import (
-        GenerationTile,
-        choose_tile,
-        paged_attention_generation,
-        plan_generation,
-    )
-
     batch = make_batch(
         heads,
         [1] * len(lengths),

@@ -7,15 +7,13 @@ from functools import partial
 
 import torch
 
+from inflight_kernels.ops.quantize_fp8 import quantize_fp8
 from kernel_ops.harness import Row, Setting
 from kernel_ops.token_shapes import token_shapes
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Every shape."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.quantize_fp8 import quantize_fp8
-
     for shape in token_shapes(setting):
         size = (shape.num_tokens, shape.heads.num_heads * shape.heads.head_dim)
         x = torch.randn(size, dtype=torch.bfloat16, device=setting.device)

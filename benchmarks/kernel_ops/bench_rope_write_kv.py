@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from inflight_kernels.ops.rope_write_kv import rope_write_kv
 from kernel_ops.harness import Row, Setting, num_bytes
 from kernel_ops.token_shapes import token_shapes
 
@@ -16,9 +17,6 @@ _MAX_POSITIONS = 8192
 
 def rows(setting: Setting) -> Iterator[Row]:
     """bfloat16 and FP8 caches, without and with qk-norm, at every shape."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.rope_write_kv import rope_write_kv
-
     device = setting.device
     for shape in token_shapes(setting):
         heads, num_tokens = shape.heads, shape.num_tokens

@@ -7,7 +7,9 @@ from functools import partial
 
 import torch
 
+from inflight_kernels.ops.sample import sample
 from kernel_ops.harness import Row, Setting, num_bytes
+from kernel_ops.token_shapes import logits_shapes
 
 _KINDS = {
     "greedy": (0.0, 0, 0.0),
@@ -20,23 +22,19 @@ _KINDS = {
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Batches of one kind each. The reference is no baseline: it waits for the host in between."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.sample import sample
-
     device = setting.device
-    for vocabulary in [100] if setting.is_dry else [128256, 32000]:
-        for batch in [2] if setting.is_dry else [1, 8, 64, 256]:
-            # In the dtype of the model, as an engine draws.
-            logits = (4 * torch.randn(batch, vocabulary, device=device)).bfloat16()
-            seeds = torch.arange(batch, device=device)
-            for kind, (temperature, top_k, top_p) in _KINDS.items():
-                arguments = (
-                    logits,
-                    torch.full((batch,), temperature, device=device),
-                    torch.full((batch,), top_k, dtype=torch.int32, device=device),
-                    torch.full((batch,), top_p, device=device),
-                    seeds,
-                    seeds + 17,
-                )
-                parameters = {"vocabulary": vocabulary, "batch": batch, "kind": kind}
-                yield Row(parameters, partial(sample, *arguments), num_bytes(logits))
+    for batch, vocabulary in logits_shapes(setting):
+        # In the dtype of the model, as an engine draws.
+        logits = (4 * torch.randn(batch, vocabulary, device=device)).bfloat16()
+        seeds = torch.arange(batch, device=device)
+        for kind, (temperature, top_k, top_p) in _KINDS.items():
+            arguments = (
+                logits,
+                torch.full((batch,), temperature, device=device),
+                torch.full((batch,), top_k, dtype=torch.int32, device=device),
+                torch.full((batch,), top_p, device=device),
+                seeds,
+                seeds + 17,
+            )
+            parameters = {"vocabulary": vocabulary, "batch": batch, "kind": kind}
+            yield Row(parameters, partial(sample, *arguments), num_bytes(logits))

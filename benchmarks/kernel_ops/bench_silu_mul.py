@@ -7,16 +7,14 @@ from functools import partial
 
 import torch
 
+from inflight_kernels import reference
+from inflight_kernels.ops.silu_mul import silu_mul, silu_mul_fp8
 from kernel_ops.harness import Row, Setting
 from kernel_ops.token_shapes import token_shapes
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Both variants at every shape."""
-    # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels import reference
-    from inflight_kernels.ops.silu_mul import silu_mul, silu_mul_fp8
-
     for shape in token_shapes(setting):
         size = (shape.num_tokens, 2 * shape.intermediate)
         gate_up = torch.randn(size, dtype=torch.bfloat16, device=setting.device)

@@ -1,4 +1,5 @@
-"""Shapes of the token-wise benchmarks (K3): 8B and 13B, from one token to a full step."""
+"""Shapes of the token-wise benchmarks (K3): 8B and 13B, from one token to a full step, and the
+batches that draw from their vocabularies."""
 
 from __future__ import annotations
 
@@ -34,3 +35,10 @@ def token_shapes(setting: Setting) -> Iterator[TokenShape]:
         yield TokenShape(LLAMA_8B, 4096, 14336, 128256, num_tokens)
         if num_tokens <= 64:
             yield TokenShape(LLAMA_13B, 5120, 13824, 32000, num_tokens)
+
+
+def logits_shapes(setting: Setting) -> Iterator[tuple[int, int]]:
+    """(batch, vocabulary) of a run."""
+    for vocabulary in [100] if setting.is_dry else [128256, 32000]:
+        for batch in [2] if setting.is_dry else [1, 8, 64, 256]:
+            yield batch, vocabulary

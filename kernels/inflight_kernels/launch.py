@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -167,6 +167,34 @@ def check_same_device(**tensors: torch.Tensor | None) -> None:
             )
 
 
+class Argument(NamedTuple):
+    """A tensor that an op was given, and what it must be."""
+
+    name: str
+    tensor: torch.Tensor | None  # None: not given
+    shape: tuple[int | str, ...]  # a name stands for one size, wherever it occurs in a call's table
+    dtypes: Sequence[torch.dtype]
+    check_layout: Callable[[str, torch.Tensor], None] | None = check_contiguous
+
+
+def check_arguments(*arguments: Argument) -> dict[str, int]:
+    """The sizes that the names in the shapes stand for. The first tensor must be given, and all
+    others be on its device. Raises ValueError naming the argument that does not fit."""
+    first_name, first = arguments[0][:2]
+    sizes: dict[str, int] = {}
+    for name, tensor, shape, dtypes, check_layout in arguments:
+        if tensor is None:
+            continue
+        check_shape(name, tensor, [sizes.get(s) if isinstance(s, str) else s for s in shape])
+        sizes.update((s, n) for s, n in zip(shape, tensor.shape, strict=True) if isinstance(s, str))
+        check_dtype(name, tensor, dtypes)
+        if check_layout is not None:
+            check_layout(name, tensor)
+        if first is None or tensor.device != first.device:
+            check_same_device(**{first_name: first, name: tensor})
+    return sizes
+
+
 def check_positive(name: str, value: float | None) -> None:
     """Raise ValueError unless the number is absent or greater than zero."""
     if value is not None and not value > 0:
@@ -197,7 +225,6 @@ def _table() -> dict[str, list[int]]:
 
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 _IS_EARLY = tl.constexpr(IS_EARLY)
@@ -256,6 +283,16 @@ def to_fp8(x):
         shift = step * 12582912.0  # 1.5 * 2^23: adding it rounds to a multiple of step
         x = (x + shift) - shift
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def store_fp8_row(out_ptr, scales_ptr, y, row, offs, mask, SIZE: tl.constexpr):
+    """y [BLOCK] in float32, zeros beyond ``mask``, to a row of out [T, SIZE] in float8_e4m3fn and
+    its scale, which makes the largest number 448."""
+    # The floor keeps an all-zero row finite.
+    scale = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-12) / FP8_MAX
+    tl.store(scales_ptr + row, scale)
+    tl.store(out_ptr + row * SIZE + offs, to_fp8(y / scale), mask=mask)
 
 
 @triton.jit

@@ -17,7 +17,6 @@ from inflight_kernels import launch
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-
 MAX_HEAD_DIM = 256
 MAX_BLOCKS_OF_TILE = tl.constexpr(4)
 

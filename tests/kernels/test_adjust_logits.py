@@ -43,26 +43,3 @@ def test_equals_the_reference(
     assert torch.equal(wide[:, vocabulary:], behind)
     if not has_bias:
         assert torch.equal(logits[1], expected[1])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"logits": torch.zeros(2, 8, dtype=torch.float16)}, "logits: dtype"),
-        ({"slots": torch.zeros(3, dtype=torch.int64)}, "slots: shape"),
-        ({"bias": torch.zeros(4, 9)}, "bias: shape"),
-        ({"counts": torch.zeros(4, 8)}, "counts: dtype"),
-        ({"penalties": torch.zeros(2, 4)[:, :3]}, "penalties: must be contiguous"),
-    ],
-)
-def test_refuses_what_does_not_fit(change: dict[str, torch.Tensor], message: str) -> None:
-    arguments = {
-        "logits": torch.zeros(2, 8),
-        "slots": torch.zeros(2, dtype=torch.int64),
-        "temperature": torch.ones(2),
-        "bias": torch.zeros(4, 8),
-        "counts": torch.zeros(4, 8, dtype=torch.int32),
-        "penalties": torch.zeros(2, 3),
-    }
-    with pytest.raises(ValueError, match=message):
-        adjust_logits(**{**arguments, **change})

@@ -65,16 +65,3 @@ def test_a_word_longer_than_what_is_compared_at_a_time(
     arguments = (rows, lengths, words, word_lengths, slots, text)
     ban_words(logits, *(argument.to(device) for argument in arguments))
     assert torch.isinf(logits[0]).nonzero().flatten().tolist() == [5]
-
-
-def test_refuses_what_does_not_fit() -> None:
-    logits = torch.zeros(2, VOCAB)
-    slots, history = torch.zeros(2, dtype=torch.int64), torch.zeros(3, 9, dtype=torch.int32)
-    sizes = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="sizes: dtype"):
-        ban_repeated_ngrams(logits, slots, slots, slots, history, 4)
-    with pytest.raises(ValueError, match="lengths: shape"):
-        ban_repeated_ngrams(logits, slots, slots[:1], sizes, history, 4)
-    words = torch.zeros(4, 2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="word_slots: shape"):
-        ban_words(logits, sizes[:2], slots, words, words[:, 0].contiguous(), sizes, history)

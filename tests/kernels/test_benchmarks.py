@@ -16,12 +16,6 @@ ROOT = Path(__file__).parents[2]
 OPS = {path.stem for path in (ROOT / "kernels" / "inflight_kernels" / "ops").glob("[a-z]*.py")}
 
 
-def test_every_op_has_a_benchmark_and_a_test() -> None:
-    for op in OPS:
-        assert (ROOT / "benchmarks" / "kernel_ops" / f"bench_{op}.py").is_file()
-        assert (ROOT / "tests" / "kernels" / f"test_{op}.py").is_file()
-
-
 def test_dry_run(tmp_path: Path) -> None:
     """All benchmarks: rows for every op, and nothing in them that was not measured."""
     output = tmp_path / "kernels.json"

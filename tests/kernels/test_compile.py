@@ -85,7 +85,7 @@ def results(compile_cases: Callable[..., dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reports(results: dict[str, Any]) -> list[Report]:
-    """One entry per compiled kernel; see `compile_recorder.CompiledKernel`."""
+    """One entry per compiled kernel; see `compile_recorder`."""
     loaded: list[Report] = results["reports"]
     return loaded
 

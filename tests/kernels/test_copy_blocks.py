@@ -44,33 +44,3 @@ def test_copy_on_write_inside_one_cache(device: torch.device, generator: torch.G
     ids = (torch.tensor([1, 1], device=device), torch.tensor([4, 0], device=device))
     copy_blocks(cache, cache, *ids)
     assert torch.equal(memory, expected)
-
-
-def test_no_pairs(device: torch.device) -> None:
-    cache = torch.ones(2, 3, 16, 64, device=device)
-    none = torch.zeros(0, dtype=torch.int32, device=device)
-    copy_blocks(cache, cache, none, none)
-    assert bool((cache == 1).all())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"source": torch.zeros(2, 4)}, "source: shape"),
-        ({"source": torch.zeros(2, 4, 8, 16).transpose(2, 3)}, "source: each block"),
-        ({"destination": torch.zeros(3, 4, 16, 8)}, "destination: shape"),
-        ({"destination": torch.zeros(2, 4, 16, 8).half()}, "destination: dtype"),
-        ({"source_blocks": torch.zeros(3)}, "source_blocks: dtype"),
-        ({"destination_blocks": torch.zeros(4, dtype=torch.int64)}, "destination_blocks: shape"),
-        ({"destination_blocks": torch.zeros(3, dtype=torch.int32)}, "destination_blocks: dtype"),
-    ],
-)
-def test_refuses_what_does_not_fit(change: dict[str, torch.Tensor], message: str) -> None:
-    arguments = {
-        "source": torch.zeros(2, 4, 16, 8),
-        "destination": torch.zeros(2, 4, 16, 8),
-        "source_blocks": torch.zeros(3, dtype=torch.int64),
-        "destination_blocks": torch.zeros(3, dtype=torch.int64),
-    }
-    with pytest.raises(ValueError, match=message):
-        copy_blocks(**{**arguments, **change})

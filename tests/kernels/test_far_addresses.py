@@ -65,23 +65,8 @@ def sampled(logits: torch.Tensor) -> torch.Tensor:
     return sample(logits, ones, 20 * ones.int(), 0.9 * ones, numbers, numbers)
 
 
-def adjusted(logits: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    ones = torch.ones(3, device=logits.device)
-    penalties = torch.tensor([[1.0, 0.0, 0.0]] * 3, device=logits.device)
-    last = torch.full((3,), len(bias) - 1, device=logits.device)
-    adjust_logits(logits, last, ones, bias, None, penalties)
-    return logits
-
-
 def masked(logits: torch.Tensor) -> torch.Tensor:
     mask_logits(logits, torch.tensor([[2, 5, 0, 0]], dtype=torch.int32, device=logits.device))
-    return logits
-
-
-def without_repetition(logits: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
-    last = torch.full((3,), len(history) - 1, device=logits.device)
-    lengths, sizes = 0 * last + 4, (0 * last + 2).int()
-    ban_repeated_ngrams(logits, last, lengths, sizes, history, 4)
     return logits
 
 
@@ -104,34 +89,25 @@ def attended(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((prompt, paged_attention_generation(x[:, None], *paged, tables, lengths, 1.0)))
 
 
+OPS: dict[str, Op] = {
+    "rms_norm": lambda x: rms_norm(x, torch.ones_like(x[0]), 1e-5),
+    "silu_mul": silu_mul,
+    "quantize_fp8": lambda x: quantize_fp8(x)[0].float(),
+    "invariant_linear": lambda x: invariant_linear(x, x[:2].contiguous()),
+    "rope_write_kv": turned,
+    "attention": attended,
+    "sample": sampled,
+    "mask_logits": masked,
+}
+
+
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    ("op", "dtype"),
-    [
-        (lambda x: rms_norm(x, torch.ones_like(x[0]), 1e-5), torch.bfloat16),
-        (silu_mul, torch.bfloat16),
-        (lambda x: quantize_fp8(x)[0].float(), torch.bfloat16),
-        (lambda x: invariant_linear(x, x[:2].contiguous()), torch.bfloat16),
-        (turned, torch.bfloat16),
-        (attended, torch.bfloat16),
-        (sampled, torch.bfloat16),
-        (masked, torch.float32),
-    ],
-    ids=[
-        "rms_norm",
-        "silu_mul",
-        "quantize_fp8",
-        "invariant_linear",
-        "rope",
-        "attention",
-        "sample",
-        "mask_logits",
-    ],
-)
-def test_rows(device: torch.device, generator: torch.Generator, op: Op, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", OPS)
+def test_rows(device: torch.device, generator: torch.Generator, name: str) -> None:
+    dtype = torch.float32 if name == "mask_logits" else torch.bfloat16
     near = torch.randn(3, 64, generator=generator).to(device, dtype)
     far = far_rows(near)
-    assert torch.equal(op(far), op(near))
+    assert torch.equal(OPS[name](far), OPS[name](near))
 
 
 def test_rows_of_tables(device: torch.device, generator: torch.Generator) -> None:
@@ -139,12 +115,15 @@ def test_rows_of_tables(device: torch.device, generator: torch.Generator) -> Non
     near = torch.randn(3, 1024, generator=generator).to(device)
     bias = far_memory((FAR // 1024 + 2, 1024), torch.float32, device)
     bias[-1] = 1.0
-    expected = near + 1.0
-    assert torch.equal(adjusted(far_rows(near), bias), expected)
+    ones, last = torch.ones(3, device=device), torch.full((3,), len(bias) - 1, device=device)
+    logits, unchanged = far_rows(near), torch.tensor([[1.0, 0.0, 0.0]] * 3, device=device)
+    adjust_logits(logits, last, ones, bias, None, unchanged)
+    assert torch.equal(logits, near + 1.0)
     history = far_memory((FAR // 1024 + 2, 1024), torch.int32, device)
     history[-1, :4] = torch.tensor([7, 8, 9, 7], dtype=torch.int32)
-    banned = without_repetition(far_rows(near), history)
-    assert (banned == -torch.inf).nonzero().tolist() == [[row, 8] for row in range(3)]
+    logits, lengths, sizes = far_rows(near), 0 * last + 4, (0 * last + 2).int()
+    ban_repeated_ngrams(logits, last, lengths, sizes, history, 4)
+    assert (logits == -torch.inf).nonzero().tolist() == [[row, 8] for row in range(3)]
 
 
 @pytest.mark.fast(1)

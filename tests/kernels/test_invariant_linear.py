@@ -20,7 +20,7 @@ def error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", list(LIMIT))
-@pytest.mark.parametrize(("num_tokens", "rows", "columns"), [(1, 16, 48), (70, 200, 33), (0, 8, 8)])
+@pytest.mark.parametrize(("num_tokens", "rows", "columns"), [(1, 16, 48), (70, 200, 33)])
 def test_against_torch(
     device: torch.device, generator: torch.Generator, num_tokens: int, rows: int, columns: int,
     dtype: torch.dtype,
@@ -30,9 +30,8 @@ def test_against_torch(
     out = invariant_linear(x, weight, bias)
     assert out.dtype == dtype
     assert out.shape == (num_tokens, rows)
-    if num_tokens:
-        expected = x.float() @ weight.float().t() + bias.float()
-        assert error(out, expected) < LIMIT[dtype]
+    expected = x.float() @ weight.float().t() + bias.float()
+    assert error(out, expected) < LIMIT[dtype]
 
 
 def test_fp8(device: torch.device, generator: torch.Generator) -> None:
@@ -58,15 +57,3 @@ def test_a_row_is_the_same_in_every_batch(
     assert torch.equal(invariant_linear(x[:1], weight), whole[:1])
     assert torch.equal(invariant_linear(x[63:67], weight), whole[63:67])
     assert torch.equal(invariant_linear(x[129:], weight), whole[129:])
-
-
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
-    x, weight = torch.zeros(2, 8, device=device), torch.zeros(4, 8, device=device)
-    with pytest.raises(ValueError, match=r"weight: shape must be \[\*, 8\]"):
-        invariant_linear(x, weight[:, :7])
-    with pytest.raises(ValueError, match="weight: dtype must be one of float32; got float16"):
-        invariant_linear(x, weight.half())
-    with pytest.raises(ValueError, match="x_scales: must be given with float8_e4m3fn"):
-        invariant_linear(x, weight, x_scales=torch.ones(2, 1, device=device))
-    with pytest.raises(ValueError, match=r"bias: shape must be \[4\]"):
-        invariant_linear(x, weight, torch.zeros(3, device=device))

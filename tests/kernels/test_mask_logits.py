@@ -46,17 +46,3 @@ def test_reference_keeps_what_has_a_bit(generator: torch.Generator) -> None:
         assert float(logits[0, token]) == (0.0 if token == vocabulary - 1 else -torch.inf)
     assert bool((logits[2] == -torch.inf).all())
     assert torch.equal(logits[[1, 4]], before[[1, 4]])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"logits": torch.zeros(2, 33, dtype=torch.float16)}, "logits: dtype"),
-        ({"masks": torch.zeros(1, 3, dtype=torch.int32)}, "masks: shape"),
-        ({"masks": torch.zeros(1, 4)}, "masks: dtype"),
-    ],
-)
-def test_refuses_what_does_not_fit(change: dict[str, torch.Tensor], message: str) -> None:
-    arguments = {"logits": torch.zeros(2, 33), "masks": torch.zeros(1, 4, dtype=torch.int32)}
-    with pytest.raises(ValueError, match=message):
-        mask_logits(**{**arguments, **change})

@@ -10,7 +10,7 @@ from inflight_kernels.ops.quantize_fp8 import quantize_fp8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "size"), [(1, 16), (3, 1000), (2, 3456), (0, 64)])
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 16), (3, 1000), (2, 3456)])
 def test_quantize(
     device: torch.device,
     generator: torch.Generator,
@@ -28,17 +28,3 @@ def test_a_row_of_zeros_stays_zero(device: torch.device) -> None:
     out, scales = quantize_fp8(torch.zeros(2, 48, device=device))
     assert not out.float().any()
     assert bool((scales > 0).all())
-
-
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [
-        (torch.zeros(8), "x: shape"),
-        (torch.zeros(2, 8, dtype=torch.int32), "x: dtype"),
-        (torch.zeros(8, 2).T, "x: last dimension"),
-        (torch.zeros(1, 32769), "rows must have 1 to 32768 elements"),
-    ],
-)
-def test_refuses_what_does_not_fit(x: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        quantize_fp8(x)

@@ -14,6 +14,9 @@ from inflight_kernels import reference
 RAGGED = [(1, 1), (7, 7), (40, 90), (1, 33), (300, 300), (33, 300), (65, 65), (2, 130)]
 
 
+CPU = torch.device("cpu")
+
+
 def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator)
 
@@ -37,8 +40,7 @@ def test_context_attention_of_a_ragged_batch(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         tokens_per_block=tokens_per_block,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        device=CPU,
     ).without_nan()
     starts = torch.tensor([0, *(new for new, _ in RAGGED)]).cumsum(0).int()
     query = _random(generator, int(starts[-1]), num_heads, head_dim)
@@ -64,13 +66,7 @@ def test_generation_attention(
     generator: torch.Generator, lengths: list[int], window: int | None
 ) -> None:
     cache = make_cache(
-        generator,
-        lengths,
-        num_kv_heads=2,
-        head_dim=24,
-        tokens_per_block=16,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        generator, lengths, num_kv_heads=2, head_dim=24, tokens_per_block=16, device=CPU
     ).without_nan()
     query = _random(generator, len(lengths), 6, 24)
     answer = reference.paged_attention_generation(query, *cache.memory, cache.lengths, 0.3, window)
@@ -88,35 +84,16 @@ def test_long_chunk_is_cut_into_tiles(
 ) -> None:
     # 16 queries of 40 keys fit into the bound, so the chunk of 30 takes two tiles.
     monkeypatch.setattr("inflight_kernels.reference.attention._MAX_MASK_ELEMENTS", 16 * 40)
-    cache = make_cache(
-        generator,
-        [40],
-        num_kv_heads=1,
-        head_dim=8,
-        tokens_per_block=8,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    cache = make_cache(generator, [40], num_kv_heads=1, head_dim=8, tokens_per_block=8, device=CPU)
     query = _random(generator, 30, 2, 8)
-    answer = reference.paged_attention_context(
-        query,
-        *cache.memory,
-        torch.tensor([0, 30]),
-        cache.lengths,
-        0.4,
-    )
+    starts = torch.tensor([0, 30])
+    answer = reference.paged_attention_context(query, *cache.memory, starts, cache.lengths, 0.4)
     assert_attention_close(answer, attention_oracle(query, cache, 0, 0.4))
 
 
 def test_other_sequences_may_hold_nan(generator: torch.Generator) -> None:
     cache = make_cache(
-        generator,
-        [16, 80],
-        num_kv_heads=1,
-        head_dim=8,
-        tokens_per_block=16,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        generator, [16, 80], num_kv_heads=1, head_dim=8, tokens_per_block=16, device=CPU
     )
     cache.value[cache.block_tables[1, :5].long()] = torch.nan
     cache.block_tables[0, 1:] = cache.block_tables[1, 0]  # stale entries past the end

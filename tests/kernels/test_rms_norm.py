@@ -16,8 +16,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 def make(
     generator: torch.Generator, device: torch.device, shape: tuple[int, int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, residual, weight."""
-    x = torch.randn(shape, generator=generator).to(device, dtype)
+    """x, whose rows lie apart, residual, weight."""
+    wide = torch.randn(shape[0], shape[1] + 8, generator=generator).to(device, dtype)
+    x = wide[:, : shape[1]]
     residual = (3 * torch.randn(shape, generator=generator)).to(device, dtype)
     weight = (1 + 0.2 * torch.randn(shape[1], generator=generator)).to(device, dtype)
     return x, residual, weight
@@ -25,20 +26,12 @@ def make(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm(
-    device: torch.device, generator: torch.Generator, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
-    x, _, weight = make(generator, device, shape, dtype)
-    assert_close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), units=2)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_add_rms_norm(
+def test_equals_the_reference(
     device: torch.device, generator: torch.Generator, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     x, residual, weight = make(generator, device, shape, dtype)
     inputs = x.clone(), residual.clone()
+    assert_close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), units=2)
     out, new_residual = add_rms_norm(x, residual, weight, 1e-5)
     expected, expected_residual = reference.add_rms_norm(x, residual, weight, 1e-5)
     assert_close(out, expected, units=2)
@@ -76,37 +69,3 @@ def test_a_product_that_lacks_its_scales(
         for one, other in zip(found, op(scaled, residual, weight, 1e-5), strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(one.float(), other.float())
-    with pytest.raises(ValueError, match="x: dtype"):
-        add_rms_norm(x, residual, weight, 1e-5, scales)
-    with pytest.raises(ValueError, match="column scales: shape"):
-        add_rms_norm(x.float(), residual, weight, 1e-5, (tokens, columns[1:]))
-
-
-def test_rows_may_be_strided(device: torch.device, generator: torch.Generator) -> None:
-    x, _, weight = make(generator, device, (3, 64), torch.float32)
-    wide = torch.cat((x, x), dim=1)[:, :64]
-    assert_close(rms_norm(wide, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-
-
-def test_no_tokens(device: torch.device) -> None:
-    x = torch.zeros(0, 64, device=device)
-    assert rms_norm(x, torch.ones(64, device=device), 1e-5).shape == (0, 64)
-
-
-@pytest.mark.parametrize(
-    ("x", "residual", "weight", "message"),
-    [
-        (torch.zeros(64), torch.zeros(64), torch.zeros(64), "x: shape"),
-        (torch.zeros(2, 64), torch.zeros(2, 64), torch.zeros(32), "weight: shape"),
-        (torch.zeros(2, 64), torch.zeros(3, 64), torch.zeros(64), "residual: shape"),
-        (torch.zeros(2, 64), torch.zeros(2, 64).half(), torch.zeros(64), "residual: dtype"),
-        (torch.zeros(2, 64).long(), torch.zeros(2, 64), torch.zeros(64), "x: dtype"),
-        (torch.zeros(64, 2).T, torch.zeros(2, 64), torch.zeros(64), "x: last dimension"),
-        (torch.zeros(1, 40000), torch.zeros(1, 40000), torch.zeros(40000), "x: rows may have"),
-    ],
-)
-def test_refuses_what_does_not_fit(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        add_rms_norm(x, residual, weight, 1e-5)

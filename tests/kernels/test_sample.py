@@ -8,25 +8,38 @@ import torch
 from inflight_kernels import reference
 from inflight_kernels.ops.sample import sample, sample_with_log_probs
 
+Row = tuple[float, int, float]
+Arguments = tuple[torch.Tensor, ...]
 
-def parameters(
-    device: torch.device, rows: list[tuple[float, int, float]]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """temperature, top_k and top_p of the rows."""
+
+def arguments_of(
+    logits: torch.Tensor, rows: list[Row], device: torch.device, min_p: list[float] | None = None
+) -> Arguments:
+    """Of rows (temperature, top_k, top_p). Seeds lie at the ends of int64 and between."""
     temperature, top_k, top_p = zip(*rows, strict=True)
-    return (
-        torch.tensor(temperature, dtype=torch.float32, device=device),
-        torch.tensor(top_k, dtype=torch.int32, device=device),
-        torch.tensor(top_p, dtype=torch.float32, device=device),
-    )
+    numbers = torch.arange(len(rows))
+    seeds = numbers * 7919 + 3
+    seeds[0], seeds[-1] = -(2**63), 2**63 - 1
+    arguments = [
+        logits,
+        torch.tensor(temperature, dtype=torch.float32),
+        torch.tensor(top_k, dtype=torch.int32),
+        torch.tensor(top_p, dtype=torch.float32),
+        seeds,
+        numbers * 31 + 5,
+    ]
+    if min_p is not None:
+        arguments.append(torch.tensor(min_p))
+    return tuple(each.to(device) for each in arguments)
 
 
-def noise_arguments(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Seeds at the ends of int64 and between, and positions."""
-    seeds = torch.arange(num_rows, dtype=torch.int64) * 7919 + 3
-    seeds[0] = -(2**63)
-    seeds[-1] = 2**63 - 1
-    return seeds.to(device), (torch.arange(num_rows, dtype=torch.int64) * 31 + 5).to(device)
+def equals_the_reference(arguments: Arguments, tolerance: float = 1e-5) -> Arguments:
+    """The tokens and log probabilities, once compared. What is kept shows in the latter."""
+    tokens, log_probs = sample_with_log_probs(*arguments)
+    expected_tokens, expected = reference.sample_with_log_probs(*arguments)
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(log_probs, expected, atol=tolerance, rtol=0, equal_nan=True)
+    return tokens, log_probs
 
 
 @pytest.mark.fast(3)
@@ -47,14 +60,8 @@ def test_equals_the_reference(
         (1.0, 0, 0.0),
         (1e-3, 0, 0.95),
     ]
-    num_rows = len(rows)
-    logits = 3 * torch.randn(num_rows, vocabulary, generator=generator)
-    arguments = (
-        logits.to(device),
-        *parameters(device, rows),
-        *noise_arguments(num_rows, device),
-    )
-    assert torch.equal(sample(*arguments), reference.sample(*arguments))
+    logits = 3 * torch.randn(len(rows), vocabulary, generator=generator)
+    equals_the_reference(arguments_of(logits, rows, device))
 
 
 @pytest.mark.slow
@@ -64,53 +71,34 @@ def test_logits_of_16_bits_count_as_in_float32(
 ) -> None:
     """Bit by bit, whatever is searched among tokens that were copied; of so few digits many tie."""
     rows = [(0.0, 0, 0.0), (0.7, 0, 0.9), (1.3, 40, 0.0), (0.9, 40, 0.5), (1.0, 0, 0.999)]
-    logits = (3 * torch.randn(len(rows), 5000, generator=generator)).to(device, dtype)
-    settings = (*parameters(device, rows), *noise_arguments(len(rows), device))
-    tokens, log_probs = sample_with_log_probs(logits, *settings)
-    wide_tokens, wide_log_probs = sample_with_log_probs(logits.float(), *settings)
-    assert torch.equal(tokens, wide_tokens)
-    assert torch.equal(log_probs, wide_log_probs)
-    assert torch.equal(tokens, reference.sample(logits, *settings))
+    logits = (3 * torch.randn(len(rows), 5000, generator=generator)).to(dtype)
+    narrow = equals_the_reference(arguments_of(logits, rows, device))
+    wide = sample_with_log_probs(*arguments_of(logits.float(), rows, device))
+    assert all(map(torch.equal, narrow, wide))
 
 
 def test_min_p_equals_the_reference(device: torch.device, generator: torch.Generator) -> None:
-    """Alone, with the other filters, off, and so high that one token is left."""
-    rows = [(0.0, 0, 0.0), (1.0, 0, 0.0), (0.7, 5, 0.9), (2.0, 0, 0.95), (1.5, 0, 1.0), (1.0, 0, 0)]
-    min_p = torch.tensor([0.5, 0.1, 0.05, 0.3, 1.0, 0.0], device=device)
-    logits = 3 * torch.randn(len(rows), 5000, generator=generator)
-    settings = parameters(device, rows)
-    noise = noise_arguments(len(rows), device)
-    arguments = (logits.to(device), *settings, *noise, min_p)
-    tokens = sample(*arguments)
-    assert torch.equal(tokens, reference.sample(*arguments))
-    assert torch.equal(tokens[[0, 4, 5]].cpu(), logits[[0, 4, 5]].argmax(-1))
-
-
-def test_log_probs_equal_the_reference(device: torch.device, generator: torch.Generator) -> None:
-    """Among what the filters left; 0 where greedy, NaN where nothing is drawn."""
+    """Alone, with the other filters, off, and so high that one token is left; where a row is greedy
+    the log probability is 0, and NaN where nothing is drawn."""
     rows = [
         (0.0, 0, 0.0),
         (1.0, 1, 0.5),
-        (1.0, 0, 1.0),
-        (0.7, 0, 0.9),
+        (1.5, 0, 1.0),
+        (1.0, 0, 0.0),
+        (1.0, 0, 0.0),
+        (0.7, 5, 0.9),
         (1.3, 40, 0.0),
-        (1.0, 40, 0.5),
-        (2.0, 0, 0.0),
+        (2.0, 0, 0.95),
         (0.25, 7, 0.95),
+        (1.0, 5, 0.9),
     ]
-    min_p = torch.tensor([0.0, 0.2, 0.0, 0.0, 0.1, 0.0, 0.3, 0.0], device=device)
-    logits = 3 * torch.randn(len(rows) + 1, 5000, generator=generator)
-    logits[-1, 17] = float("nan")
-    settings = parameters(device, [*rows, (1.0, 5, 0.9)])
-    noise = noise_arguments(len(logits), device)
-    min_p = torch.cat((min_p, min_p[:1]))
-    arguments = (logits.to(device), *settings, *noise, min_p)
-    tokens, log_probs = sample_with_log_probs(*arguments)
-    expected_tokens, expected = reference.sample_with_log_probs(*arguments)
-    assert torch.equal(tokens, expected_tokens)
-    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+    min_p = [0.5, 0.2, 1.0, 0.0, 0.1, 0.05, 0.1, 0.3, 0.0, 0.0]
+    logits = 3 * torch.randn(len(rows), 5000, generator=generator)
+    logits[-1, 17] = torch.nan
+    tokens, log_probs = equals_the_reference(arguments_of(logits, rows, device, min_p))
+    assert torch.equal(tokens[:4].cpu(), logits[:4].argmax(-1))
     assert log_probs[:2].tolist() == [0.0, 0.0]
-    assert bool((log_probs[2:-1] < 0).all())
+    assert bool((log_probs[4:-1] < 0).all())
     assert bool(log_probs[-1].isnan())
 
 
@@ -119,17 +107,11 @@ def test_log_probs_equal_the_reference(device: torch.device, generator: torch.Ge
 def test_thresholds_are_exact_wherever_tokens_lie(
     device: torch.device, generator: torch.Generator, low: float, high: float
 ) -> None:
-    """Few share the first two digits of a threshold; only the first three; all share these. What
-    is kept shows in the log probability."""
+    """Few share the first two digits of a threshold; only the first three; all share these."""
     rows = [(0.5, 40, 0.0), (0.5, 1300, 0.0), (0.5, 0, 0.5), (0.5, 0, 0.999), (0.5, 1300, 0.7)]
     logits = 0.5 * (low + (high - low) * torch.rand(len(rows), 5000, generator=generator))
     logits[:, 1000:1100] = -torch.inf
-    settings, noise = parameters(device, rows), noise_arguments(len(rows), device)
-    arguments = (logits.to(device), *settings, *noise)
-    tokens, log_probs = sample_with_log_probs(*arguments)
-    expected_tokens, expected = reference.sample_with_log_probs(*arguments)
-    assert torch.equal(tokens, expected_tokens)
-    torch.testing.assert_close(log_probs, expected, atol=2e-5, rtol=0)
+    equals_the_reference(arguments_of(logits, rows, device), tolerance=2e-5)
 
 
 def test_a_top_p_next_to_1_leaves_top_k_in_force(device: torch.device) -> None:
@@ -139,42 +121,16 @@ def test_a_top_p_next_to_1_leaves_top_k_in_force(device: torch.device) -> None:
         torch.randn(1, 100, generator=torch.Generator().manual_seed(seed)) for seed in (4, 7, 17)
     ]
     logits = 0.5 * torch.cat(likelihoods)
-    settings = parameters(device, [(1.0, 60, 1 - 2**-24)] * 3)
-    arguments = (logits.to(device), *settings, *noise_arguments(3, device))
-    tokens, log_probs = sample_with_log_probs(*arguments)
-    expected_tokens, expected = reference.sample_with_log_probs(*arguments)
-    assert torch.equal(tokens, expected_tokens)
-    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
-
-
-def test_follows_the_distribution(device: torch.device) -> None:
-    """20,000 draws of the reference, frequencies within five standard deviations; the kernel
-    draws the first of them alike."""
-    num_rows, num_kernel_rows = 20_000, 40
-    probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1], device=device)
-    logits = probabilities.log().repeat(num_rows, 1)
-    ones = torch.ones(num_rows, device=device)
-    top_k = torch.zeros(num_rows, dtype=torch.int32, device=device)
-    seeds = torch.full((num_rows,), 9, dtype=torch.int64, device=device)
-    arguments = (logits, ones, top_k, ones, seeds, torch.arange(num_rows, device=device))
-    tokens = reference.sample(*arguments)
-    frequencies = tokens.bincount(minlength=4) / num_rows
-    deviation = (probabilities * (1 - probabilities) / num_rows).sqrt()
-    assert bool(((frequencies - probabilities).abs() < 5 * deviation).all())
-    first = (argument[:num_kernel_rows] for argument in arguments)
-    assert torch.equal(sample(*first), tokens[:num_kernel_rows])
+    equals_the_reference(arguments_of(logits, [(1.0, 60, 1 - 2**-24)] * 3, device))
 
 
 def test_a_row_does_not_depend_on_the_batch(
     device: torch.device, generator: torch.Generator
 ) -> None:
-    logits = torch.randn(3, 300, generator=generator).to(device)
-    settings = parameters(device, [(0.9, 20, 0.8), (1.0, 0, 1.0), (1.1, 0, 0.7)])
-    noise = noise_arguments(3, device)
-    together = sample(logits, *settings, *noise)
+    logits = torch.randn(3, 300, generator=generator)
+    arguments = arguments_of(logits, [(0.9, 20, 0.8), (1.0, 0, 1.0), (1.1, 0, 0.7)], device)
     order = [2, 0, 1]
-    arguments = [tensor[order] for tensor in (logits, *settings, *noise)]
-    assert torch.equal(sample(*arguments), together[order])
+    assert torch.equal(sample(*(each[order] for each in arguments)), sample(*arguments)[order])
 
 
 def test_parameters_may_be_columns_of_a_table(
@@ -182,17 +138,15 @@ def test_parameters_may_be_columns_of_a_table(
 ) -> None:
     """As the engine has them: of 32 bits and of 64, each row as wide as the table."""
     rows = [(0.9, 20, 0.8), (0.0, 0, 1.0), (1.1, 0, 0.7)]
-    logits, min_p = torch.randn(3, 300, generator=generator).to(device), [0.1, 0.0, 0.0]
-    seeds, positions = noise_arguments(3, device)
+    alone = arguments_of(torch.randn(3, 300, generator=generator), rows, device, [0.1, 0.0, 0.0])
+    logits, temperature, top_k, top_p, seeds, positions, min_p = alone
     table = torch.zeros(3, 8, dtype=torch.int32, device=device)
     floats = table.view(torch.float32)
-    columns = (floats[:, 0], table[:, 1], floats[:, 2], table.view(torch.int64)[:, 2])
-    alone = (*parameters(device, rows), seeds)
-    for column, values in zip(columns, alone, strict=True):
+    columns = (floats[:, 0], table[:, 1], floats[:, 2], table.view(torch.int64)[:, 2], floats[:, 3])
+    for column, values in zip(columns, (temperature, top_k, top_p, seeds, min_p), strict=True):
         column.copy_(values)
-    floats[:, 3] = torch.tensor(min_p)
-    tokens = sample(logits, *columns, positions, floats[:, 3])
-    assert torch.equal(tokens, sample(logits, *alone, positions, floats[:, 3].contiguous()))
+    tokens = sample(logits, *columns[:4], positions, columns[4])
+    assert torch.equal(tokens, sample(*alone))
 
 
 def test_rows_that_are_not_finite_give_minus_one(device: torch.device) -> None:
@@ -203,49 +157,19 @@ def test_rows_that_are_not_finite_give_minus_one(device: torch.device) -> None:
     logits[2] = -float("inf")
     logits[3, 1:] = -float("inf")
     logits[4:] = logits[:4]
-    arguments = (
-        logits.to(device),
-        *parameters(device, [(0.0, 0, 0.0)] * 4 + [(1.0, 5, 0.9)] * 4),
-        *noise_arguments(8, device),
-    )
-    tokens = sample(*arguments)
+    rows = [(0.0, 0, 0.0)] * 4 + [(1.0, 5, 0.9)] * 4
+    tokens = sample(*arguments_of(logits, rows, device))
     assert tokens.tolist() == [-1, -1, -1, 0, -1, -1, -1, 0]
 
 
 def test_ties_at_a_filter_are_kept(device: torch.device) -> None:
     """top_k 2 over four equal logits keeps all four, so some draw leaves the first two."""
-    logits = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]], device=device).repeat(12, 1)
-    settings = parameters(device, [(1.0, 2, 1.0)] * 12)
-    tokens = sample(logits, *settings, *noise_arguments(12, device))
+    logits = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]]).repeat(12, 1)
+    tokens = sample(*arguments_of(logits, [(1.0, 2, 1.0)] * 12, device))
     assert set(tokens.tolist()) == {0, 1, 2, 3}
 
 
 def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
-    logits = torch.zeros(1, 9000, device=device)
+    logits = torch.zeros(1, 9000)
     logits[0, [5000, 8999]] = 1.0
-    settings = parameters(device, [(0.0, 0, 0.0)])
-    assert sample(logits, *settings, *noise_arguments(1, device)).tolist() == [5000]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"logits": torch.zeros(2, 8).double()}, "logits: dtype"),
-        ({"logits": torch.zeros(2, 0)}, "logits: rows must have 1 to"),
-        ({"temperature": torch.zeros(3)}, "temperature: shape"),
-        ({"top_k": torch.zeros(2, dtype=torch.int64)}, "top_k: dtype"),
-        ({"seeds": torch.zeros(2, dtype=torch.int32)}, "seeds: dtype"),
-        ({"positions": torch.zeros(4, dtype=torch.int64)[::2]}, "positions: must be contiguous"),
-    ],
-)
-def test_refuses_what_does_not_fit(change: dict[str, torch.Tensor], message: str) -> None:
-    arguments = {
-        "logits": torch.zeros(2, 8),
-        "temperature": torch.zeros(2),
-        "top_k": torch.zeros(2, dtype=torch.int32),
-        "top_p": torch.zeros(2),
-        "seeds": torch.zeros(2, dtype=torch.int64),
-        "positions": torch.zeros(2, dtype=torch.int64),
-    }
-    with pytest.raises(ValueError, match=message):
-        sample(**{**arguments, **change})
+    assert sample(*arguments_of(logits, [(0.0, 0, 0.0)], device)).tolist() == [5000]

@@ -11,7 +11,7 @@ from inflight_kernels.ops.silu_mul import silu_mul, silu_mul_fp8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "size"), [(1, 16), (3, 1000), (2, 3456), (0, 64)])
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 16), (3, 1000), (2, 3456)])
 def test_silu_mul(
     device: torch.device,
     generator: torch.Generator,
@@ -36,22 +36,3 @@ def test_quantised(device: torch.device, generator: torch.Generator, dtype: torc
     out, scales = silu_mul_fp8(gate_up)
     assert_fp8_close(out, scales, reference.silu_mul(gate_up))
     assert not out[2].float().any()
-
-
-@pytest.mark.parametrize(
-    ("gate_up", "message"),
-    [
-        (torch.zeros(8), "gate_up: shape"),
-        (torch.zeros(2, 7), "gate_up: rows must hold gate and up"),
-        (torch.zeros(2, 8, dtype=torch.int32), "gate_up: dtype"),
-        (torch.zeros(8, 2).T, "gate_up: last dimension"),
-    ],
-)
-def test_refuses_what_does_not_fit(gate_up: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        silu_mul(gate_up)
-
-
-def test_refuses_rows_too_wide_to_quantise() -> None:
-    with pytest.raises(ValueError, match="quantised rows may have up to 65536"):
-        silu_mul_fp8(torch.zeros(1, 2 * 32769))

@@ -253,7 +253,7 @@ def main() -> None:
         cases = [case for part in options.only for case in PARTS[part]()]
     counts = {} if options.only else count_kernels()
     reports = [
-        {"op": case.op, "label": case.label, **report.as_json()}
+        {"op": case.op, "label": case.label, **report}
         for case in cases
         for capability in case.capabilities
         for report in record(capability, case.call)

@@ -13,9 +13,9 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import triton
 from support.machine_code import disassemble, loop_lengths, overwritten_inputs
@@ -29,34 +29,8 @@ from inflight_kernels import launch
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-@dataclass(frozen=True)
-class CompiledKernel:
-    """What a gate looks at in one compiled kernel."""
-
-    name: str
-    capability: int
-    grid: tuple[int, ...]
-    registers: int  # per thread
-    stack_bytes: int  # per thread: spilled registers live here
-    shared_bytes: int  # per program, static and dynamic
-    num_threads: int
-    num_instructions: int  # of PTX
-    num_wgmma: int
-    num_mma: int
-    num_async_copies_16: int  # cp.async of 16 bytes
-    num_loads_16: int  # ld.global of 16 bytes
-    num_stores_16: int
-    num_narrow_copies: int  # cp.async of 4 or 8 bytes
-    num_byte_reads: int  # of shared memory, one byte each
-    comes_early: bool  # launched while the kernel before it ends
-    waits_first: bool  # for that kernel, before it touches global memory
-    num_register_inputs: int  # products of a warp group that read registers
-    overwritten_inputs: list[str]  # those that lose what they read, see `machine_code`
-    loop_lengths: list[int]  # see `machine_code`
-
-    def as_json(self) -> dict[str, Any]:
-        """A dict of numbers and strings."""
-        return asdict(self)
+Report = dict[str, Any]
+"""What a gate looks at in one compiled kernel; `_read` names its fields."""
 
 
 class _AbsentGpu:
@@ -76,6 +50,16 @@ class _AbsentGpu:
 
 
 @contextmanager
+def _pretend(capability: int) -> Iterator[None]:
+    driver.set_active(_AbsentGpu(capability))
+    launch.capability.cache_clear()
+    try:
+        yield
+    finally:
+        launch.capability.cache_clear()
+
+
+@contextmanager
 def record_keys(capability: int) -> Iterator[set[tuple[str, str]]]:
     """Yields the set of what Triton would compile from now on, as (kernel, key). Nothing is
     compiled or run: answers are what their memory was made as."""
@@ -85,47 +69,28 @@ def record_keys(capability: int) -> Iterator[set[tuple[str, str]]]:
         keys.add((fn.name, key))
         return True  # do not compile
 
-    driver.set_active(_AbsentGpu(capability))
-    launch.capability.cache_clear()
-    knobs.runtime.jit_cache_hook = note
-    try:
+    with _pretend(capability), mock.patch.object(knobs.runtime, "jit_cache_hook", note):
         yield keys
-    finally:
-        knobs.runtime.jit_cache_hook = None
-        launch.capability.cache_clear()
 
 
-@contextmanager
-def _recording(capability: int) -> Iterator[list[tuple[Any, tuple[int, ...]]]]:
-    """Launches become compilations; yields the list of (compiled kernel, grid)."""
-    launched: list[tuple[Any, tuple[int, ...]]] = []
+def record(capability: int, call: Callable[[], object]) -> list[Report]:
+    """Compile the kernels that ``call`` launches, in order."""
+    launched = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         # What is not asked for changes with the release (`launch.LAUNCH_OPTIONS`).
         assert kwargs.get("enable_fp_fusion"), f"{self.fn.__name__} leaves fusion to the compiler"
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        launched.append((kernel, tuple(grid)))
+        launched.append(kernel)
         return kernel
 
-    driver.set_active(_AbsentGpu(capability))
-    launch.capability.cache_clear()
-    JITFunction.run = compile_only
-    try:
-        yield launched
-    finally:
-        JITFunction.run = run
-        launch.capability.cache_clear()
-
-
-def record(capability: int, call: Callable[[], object]) -> list[CompiledKernel]:
-    """Compile the kernels that ``call`` launches, in order."""
-    with _recording(capability) as launched:
+    with _pretend(capability), mock.patch.object(JITFunction, "run", compile_only):
         call()
-    return [_read(kernel, capability, grid) for kernel, grid in launched]
+    return [_read(kernel, capability) for kernel in launched]
 
 
-def _read(kernel: Any, capability: int, grid: tuple[int, ...]) -> CompiledKernel:
+def _read(kernel: Any, capability: int) -> Report:
     ptx = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
@@ -141,25 +106,26 @@ def _read(kernel: Any, capability: int, grid: tuple[int, ...]) -> CompiledKernel
     first_access = re.search(r"\b(ld|st|atom|red|cp\.async)\S*\.global", ptx)
     assert first_access is not None
     numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
-    return CompiledKernel(
-        name=kernel.metadata.name,
-        capability=capability,
-        grid=grid,
-        registers=numbers["REG"],
-        stack_bytes=numbers["STACK"],
-        shared_bytes=kernel.metadata.shared + numbers["SHARED"],
-        num_threads=32 * kernel.metadata.num_warps,
-        num_instructions=len(re.findall(r";[ \t]*(?://.*)?$", ptx, re.MULTILINE)),
-        num_wgmma=ptx.count("wgmma.mma_async"),
-        num_mma=ptx.count("mma.sync"),
-        num_async_copies_16=len(re.findall(r"cp\.async\.cg\.shared\.global.*, 0x10,", ptx)),
-        num_loads_16=len(re.findall(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", ptx)),
-        num_stores_16=len(re.findall(r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64", ptx)),
-        num_narrow_copies=len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),
-        num_byte_reads=len(re.findall(r"ld\.shared\S*\.[bsu]8\b", ptx)),
-        comes_early=kernel.metadata.launch_pdl,
-        waits_first="griddepcontrol.wait" in ptx[: first_access.start()],
-        num_register_inputs=num_inputs,
-        overwritten_inputs=overwritten,
-        loop_lengths=loop_lengths(code),
-    )
+    return {
+        "name": kernel.metadata.name,
+        "capability": capability,
+        "registers": numbers["REG"],  # per thread
+        "stack_bytes": numbers["STACK"],  # per thread: spilled registers live here
+        "shared_bytes": kernel.metadata.shared + numbers["SHARED"],  # per program
+        "num_threads": 32 * kernel.metadata.num_warps,
+        "num_instructions": len(re.findall(r";[ \t]*(?://.*)?$", ptx, re.MULTILINE)),
+        "num_wgmma": ptx.count("wgmma.mma_async"),
+        "num_mma": ptx.count("mma.sync"),
+        "num_async_copies_16": len(re.findall(r"cp\.async\.cg\.shared\.global.*, 0x10,", ptx)),
+        "num_loads_16": len(re.findall(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", ptx)),
+        "num_stores_16": len(re.findall(r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64", ptx)),
+        "num_narrow_copies": len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),  # 4 or 8 bytes
+        "num_byte_reads": len(re.findall(r"ld\.shared\S*\.[bsu]8\b", ptx)),
+        "comes_early": kernel.metadata.launch_pdl,  # while the kernel before it ends
+        # For that kernel, before it touches global memory.
+        "waits_first": "griddepcontrol.wait" in ptx[: first_access.start()],
+        # Products of a warp group that read registers, and those that lose what they read.
+        "num_register_inputs": num_inputs,
+        "overwritten_inputs": overwritten,
+        "loop_lengths": loop_lengths(code),
+    }

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
+from inflight_kernels.launch import Argument
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 
 _MAX_CHUNK = 2048
 
@@ -67,23 +67,15 @@ def adjust_logits(
 
     Raises ValueError naming the argument that does not fit.
     """
-    launch.check_shape("logits", logits, (None, None))
-    launch.check_dtype("logits", logits, (torch.float32,))
-    launch.check_rows("logits", logits)
+    launch.check_arguments(
+        Argument("logits", logits, ("N", "V"), (torch.float32,), launch.check_rows),
+        Argument("slots", slots, ("N",), (torch.int64,)),
+        Argument("temperature", temperature, ("N",), (torch.float32,)),
+        Argument("penalties", penalties, ("N", 3), (torch.float32,)),
+        Argument("bias", bias, ("S", "V"), (torch.float32,)),
+        Argument("counts", counts, ("S", "V"), (torch.int32,)),
+    )
     num_rows, vocabulary = logits.shape
-    tables = [("bias", bias, torch.float32), ("counts", counts, torch.int32)]
-    for name, tensor, dtype, shape in (
-        ("slots", slots, torch.int64, (num_rows,)),
-        ("temperature", temperature, torch.float32, (num_rows,)),
-        ("penalties", penalties, torch.float32, (num_rows, 3)),
-        *((name, table, dtype, (None, vocabulary)) for name, table, dtype in tables),
-    ):
-        if tensor is None:
-            continue
-        launch.check_shape(name, tensor, shape)
-        launch.check_dtype(name, tensor, (dtype,))
-        launch.check_contiguous(name, tensor)
-        launch.check_same_device(logits=logits, **{name: tensor})
     if num_rows == 0 or (bias is None and counts is None):
         return
     chunk = min(launch.next_power_of_2(vocabulary), _MAX_CHUNK)

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
+from inflight_kernels.launch import Argument
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 
 _CHUNK = 256
 _WORD_CHUNK = 32  # tokens compared at a time
@@ -86,18 +86,6 @@ def _ban_words_kernel(
             tl.store(logits_ptr + row * stride_logits + last, -float("inf"))
 
 
-def _check(
-    logits: torch.Tensor, arguments: tuple[tuple[str, torch.Tensor, torch.dtype], ...]
-) -> None:
-    launch.check_shape("logits", logits, (None, None))
-    launch.check_dtype("logits", logits, (torch.float32,))
-    launch.check_rows("logits", logits)
-    for name, tensor, dtype in arguments:
-        launch.check_dtype(name, tensor, (dtype,))
-        launch.check_contiguous(name, tensor)
-        launch.check_same_device(logits=logits, **{name: tensor})
-
-
 def ban_repeated_ngrams(
     logits: torch.Tensor,  # [N, V] float32, changed in place
     slots: torch.Tensor,  # [N] int64
@@ -110,16 +98,14 @@ def ban_repeated_ngrams(
 
     Raises ValueError naming the argument that does not fit.
     """
-    per_row = (
-        ("slots", slots, torch.int64),
-        ("lengths", lengths, torch.int64),
-        ("sizes", sizes, torch.int32),
+    launch.check_arguments(
+        Argument("logits", logits, ("N", "V"), (torch.float32,), launch.check_rows),
+        Argument("slots", slots, ("N",), (torch.int64,)),
+        Argument("lengths", lengths, ("N",), (torch.int64,)),
+        Argument("sizes", sizes, ("N",), (torch.int32,)),
+        Argument("history", history, ("S", "L"), (torch.int32,)),
     )
-    _check(logits, (*per_row, ("history", history, torch.int32)))
     num_rows, vocabulary = logits.shape
-    for name, tensor, _ in per_row:
-        launch.check_shape(name, tensor, (num_rows,))
-    launch.check_shape("history", history, (None, None))
     if num_rows == 0 or max_length == 0:
         return
     _ban_repeated_ngrams_kernel[(launch.cdiv(max_length, _CHUNK), num_rows)](
@@ -150,23 +136,16 @@ def ban_words(
 
     Raises ValueError naming the argument that does not fit.
     """
-    _check(
-        logits,
-        (
-            ("rows", rows, torch.int32),
-            ("lengths", lengths, torch.int64),
-            ("words", words, torch.int32),
-            ("word_lengths", word_lengths, torch.int32),
-            ("word_slots", word_slots, torch.int32),
-            ("history", history, torch.int32),
-        ),
+    launch.check_arguments(
+        Argument("logits", logits, ("N", "V"), (torch.float32,), launch.check_rows),
+        Argument("rows", rows, ("S",), (torch.int32,)),
+        Argument("lengths", lengths, ("N",), (torch.int64,)),
+        Argument("words", words, ("W", "K"), (torch.int32,)),
+        Argument("word_lengths", word_lengths, ("W",), (torch.int32,)),
+        Argument("word_slots", word_slots, ("W",), (torch.int32,)),
+        Argument("history", history, ("S", "L"), (torch.int32,)),
     )
-    launch.check_shape("words", words, (None, None))
     num_words = words.shape[0]
-    launch.check_shape("lengths", lengths, (len(logits),))
-    launch.check_shape("word_lengths", word_lengths, (num_words,))
-    launch.check_shape("word_slots", word_slots, (num_words,))
-    launch.check_shape("history", history, (len(rows), None))
     if num_words == 0 or len(logits) == 0:
         return
     _ban_words_kernel[(num_words,)](

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
+from inflight_kernels.launch import Argument
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 
 _BLOCK = 2048
 # Copied as integers of the same size: no dtype is refused and no number changed.
@@ -88,21 +88,18 @@ def _check(
     """Raise ValueError, naming the argument, unless all fit one another."""
     if source.dim() < 3:
         raise ValueError(f"source: shape must be [*, *, ...], got {list(source.shape)}")
-    launch.check_dtype("source", source, (*launch.CACHE_DTYPES, torch.uint8))
-    launch.check_dtype("destination", destination, (source.dtype,))
-    launch.check_shape("destination", destination, (source.shape[0], None, *source.shape[2:]))
-    for name, cache in (("source", source), ("destination", destination)):
-        if not cache[:1, :1].flatten(0, 1).is_contiguous():
-            raise ValueError(f"{name}: each block must be contiguous")
-    launch.check_shape("source_blocks", source_blocks, (None,))
-    launch.check_dtype("source_blocks", source_blocks, (torch.int32, torch.int64))
-    launch.check_shape("destination_blocks", destination_blocks, source_blocks.shape)
-    launch.check_dtype("destination_blocks", destination_blocks, (source_blocks.dtype,))
-    launch.check_contiguous("source_blocks", source_blocks)
-    launch.check_contiguous("destination_blocks", destination_blocks)
-    launch.check_same_device(
-        source=source,
-        destination=destination,
-        source_blocks=source_blocks,
-        destination_blocks=destination_blocks,
+    num_layers, _, *sizes = source.shape
+    dtypes = (*launch.CACHE_DTYPES, torch.uint8)
+    shape: tuple[int | str, ...] = (num_layers, "B", *sizes)
+    other_shape: tuple[int | str, ...] = (num_layers, "D", *sizes)
+    launch.check_arguments(
+        Argument("source", source, shape, dtypes, _check_blocks),
+        Argument("destination", destination, other_shape, (source.dtype,), _check_blocks),
+        Argument("source_blocks", source_blocks, ("P",), (torch.int32, torch.int64)),
+        Argument("destination_blocks", destination_blocks, ("P",), (source_blocks.dtype,)),
     )
+
+
+def _check_blocks(name: str, cache: torch.Tensor) -> None:
+    if not cache[:1, :1].flatten(0, 1).is_contiguous():
+        raise ValueError(f"{name}: each block must be contiguous")

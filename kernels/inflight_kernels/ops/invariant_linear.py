@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
-from inflight_kernels.launch import dot_by_rows, narrow
+from inflight_kernels.launch import Argument, dot_by_rows, narrow
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 
 _DTYPES = (*launch.FLOAT_DTYPES, torch.float8_e4m3fn)
 _BLOCK_T, _BLOCK_R, _BLOCK_C = 64, 128, 64  # tokens, rows of the weight, columns
@@ -84,29 +83,18 @@ def invariant_linear(
 
     Raises ValueError naming the argument that does not fit.
     """
-    launch.check_shape("x", x, (None, None))
-    num_tokens, columns = x.shape
-    launch.check_shape("weight", weight, (None, columns))
-    num_rows = weight.shape[0]
-    launch.check_dtype("x", x, _DTYPES)
-    launch.check_dtype("weight", weight, (x.dtype,))
-    launch.check_rows("x", x)
-    launch.check_contiguous("weight", weight)
+    launch.check_arguments(
+        Argument("x", x, ("T", "columns"), _DTYPES, launch.check_rows),
+        Argument("weight", weight, ("rows", "columns"), (x.dtype,)),
+        Argument("bias", bias, ("rows",), launch.FLOAT_DTYPES),
+        Argument("x_scales", x_scales, ("T", 1), (torch.float32,)),
+        Argument("weight_scales", weight_scales, ("rows", 1), (torch.float32,)),
+    )
     is_scaled = x.dtype == torch.float8_e4m3fn
-    for name, scales, count in (
-        ("x_scales", x_scales, num_tokens),
-        ("weight_scales", weight_scales, num_rows),
-    ):
+    for name, scales in (("x_scales", x_scales), ("weight_scales", weight_scales)):
         if (scales is None) == is_scaled:
             raise ValueError(f"{name}: must be given with float8_e4m3fn, and only then")
-        if scales is not None:
-            launch.check_shape(name, scales, (count, 1))
-            launch.check_dtype(name, scales, (torch.float32,))
-            launch.check_contiguous(name, scales)
-    if bias is not None:
-        launch.check_shape("bias", bias, (num_rows,))
-        launch.check_contiguous("bias", bias)
-    launch.check_same_device(x=x, weight=weight, bias=bias)
+    (num_tokens, columns), num_rows = x.shape, weight.shape[0]
     dtype = out_dtype or (torch.bfloat16 if is_scaled else x.dtype)
     out = torch.empty((num_tokens, num_rows), dtype=dtype, device=x.device)
     if num_tokens == 0:

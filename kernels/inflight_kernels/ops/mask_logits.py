@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
+from inflight_kernels.launch import Argument
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 
 _MAX_CHUNK = 4096
 
@@ -49,14 +49,12 @@ def mask_logits(
 
     Raises ValueError naming the argument that does not fit.
     """
-    launch.check_shape("logits", logits, (None, None))
-    launch.check_dtype("logits", logits, (torch.float32,))
-    launch.check_rows("logits", logits)
+    launch.check_arguments(
+        Argument("logits", logits, ("N", "V"), (torch.float32,), launch.check_rows),
+        Argument("masks", masks, ("M", "W"), (torch.int32,), launch.check_rows),
+    )
     vocabulary = logits.shape[1]
     launch.check_shape("masks", masks, (None, 2 + launch.cdiv(vocabulary, 32)))
-    launch.check_dtype("masks", masks, (torch.int32,))
-    launch.check_rows("masks", masks)
-    launch.check_same_device(logits=logits, masks=masks)
     if len(masks) == 0:
         return
     chunk = min(launch.next_power_of_2(vocabulary), _MAX_CHUNK)

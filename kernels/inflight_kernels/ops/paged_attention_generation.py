@@ -182,9 +182,6 @@ def plan_work(
     return GenerationWork(items, split_rows, block_n)
 
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
-
 @triton.jit
 def _weigh(scores, peak, total, visible, scale, SOFTCAP: tl.constexpr):
     """Online softmax over a tile of scores [M, N]: their weights, the factor [M] that older results

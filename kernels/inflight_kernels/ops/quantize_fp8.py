@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
-from inflight_kernels.launch import FP8_MAX, to_fp8, wait_for_inputs
+from inflight_kernels.launch import Argument, store_fp8_row, wait_for_inputs
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -33,10 +33,7 @@ def _quantize_fp8_kernel(
     offs = tl.arange(0, BLOCK)
     mask = offs < SIZE
     x = tl.load(x_ptr + row * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
-    # The floor keeps an all-zero row finite.
-    scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / FP8_MAX
-    tl.store(scales_ptr + row, scale)
-    tl.store(out_ptr + row * SIZE + offs, to_fp8(x / scale), mask=mask)
+    store_fp8_row(out_ptr, scales_ptr, x, row, offs, mask, SIZE)
 
 
 def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,9 +41,7 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Raises ValueError naming the argument that does not fit.
     """
-    launch.check_shape("x", x, (None, None))
-    launch.check_dtype("x", x, launch.FLOAT_DTYPES)
-    launch.check_rows("x", x)
+    launch.check_arguments(Argument("x", x, ("T", "n"), launch.FLOAT_DTYPES, launch.check_rows))
     num_tokens, size = x.shape
     if not 0 < size <= _MAX_SIZE:
         raise ValueError(f"x: rows must have 1 to {_MAX_SIZE} elements, got {size}")

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
-from inflight_kernels.launch import FP8_MAX, narrow, to_fp8, wait_for_inputs
+from inflight_kernels.launch import Argument, narrow, store_fp8_row, wait_for_inputs
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -66,10 +66,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     y = narrow(x * inverse, dtype).to(tl.float32) * weight
     if QUANTIZE:
-        # The floor keeps an all-zero row finite.
-        scale = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-12) / FP8_MAX
-        tl.store(scales_ptr + row, scale)
-        tl.store(out_ptr + row * HIDDEN + offs, to_fp8(y / scale), mask=mask)
+        store_fp8_row(out_ptr, scales_ptr, y, row, offs, mask, HIDDEN)
     else:
         tl.store(out_ptr + row * HIDDEN + offs, narrow(y, dtype), mask=mask)
 
@@ -167,28 +164,18 @@ def _check(
     column_scales: torch.Tensor | None,
 ) -> None:
     """Raise ValueError, naming the argument, unless all fit one another."""
-    launch.check_shape("x", x, (None, None))
-    launch.check_dtype("x", x, launch.FLOAT_DTYPES)
-    launch.check_rows("x", x)
-    hidden = x.shape[1]
+    dtypes: tuple[torch.dtype, ...] = launch.FLOAT_DTYPES
+    residual_dtypes = dtypes
+    if token_scales is not None:
+        dtypes = (torch.float32,)
+    elif residual is not None:
+        residual_dtypes = (x.dtype,)
+    hidden = launch.check_arguments(
+        Argument("x", x, ("T", "hidden"), dtypes, launch.check_rows),
+        Argument("residual", residual, ("T", "hidden"), residual_dtypes, launch.check_rows),
+        Argument("weight", weight, ("hidden",), launch.FLOAT_DTYPES),
+        Argument("token scales", token_scales, ("T", 1), (torch.float32,)),
+        Argument("column scales", column_scales, ("hidden", 1), (torch.float32,)),
+    )["hidden"]
     if hidden > _MAX_HIDDEN:
         raise ValueError(f"x: rows may have up to {_MAX_HIDDEN} elements, got {hidden}")
-    launch.check_shape("weight", weight, (hidden,))
-    launch.check_dtype("weight", weight, launch.FLOAT_DTYPES)
-    launch.check_contiguous("weight", weight)
-    launch.check_same_device(x=x, weight=weight, residual=residual)
-    if residual is not None:
-        launch.check_shape("residual", residual, x.shape)
-        is_scaled = token_scales is not None
-        launch.check_dtype("residual", residual, launch.FLOAT_DTYPES if is_scaled else (x.dtype,))
-        launch.check_rows("residual", residual)
-    for name, scales, length in (
-        ("token", token_scales, len(x)),
-        ("column", column_scales, hidden),
-    ):
-        if scales is not None:
-            launch.check_dtype("x", x, (torch.float32,))
-            launch.check_shape(f"{name} scales", scales, (length, 1))
-            launch.check_dtype(f"{name} scales", scales, (torch.float32,))
-            launch.check_contiguous(f"{name} scales", scales)
-            launch.check_same_device(**{"x": x, f"{name} scales": scales})

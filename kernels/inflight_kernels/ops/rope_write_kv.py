@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
-from inflight_kernels.launch import narrow, to_fp8, wait_for_inputs
+from inflight_kernels.launch import Argument, narrow, to_fp8, wait_for_inputs
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 
 _MAX_HEADS_PER_PROGRAM = 8
 
@@ -159,52 +158,22 @@ def _check(
     key_norm_weight: torch.Tensor | None,
 ) -> None:
     """Raise ValueError, naming the argument, unless all fit one another."""
-    weights = {"query_norm_weight": query_norm_weight, "key_norm_weight": key_norm_weight}
-    launch.check_shape("query", query, (None, None, None))
-    launch.check_dtype("query", query, launch.FLOAT_DTYPES)
-    num_tokens, _, head_dim = query.shape
+    head_dim = query.shape[-1]
     if head_dim % 16:
         raise ValueError(f"query: head_dim must be a multiple of 16, got {head_dim}")
-    launch.check_shape("key", key, (num_tokens, None, head_dim))
-    launch.check_shape("value", value, key.shape)
-    num_kv_heads = key.shape[1]
-    launch.check_shape("cos_sin", cos_sin, (None, head_dim))
-    launch.check_dtype("cos_sin", cos_sin, launch.FLOAT_DTYPES)
-    launch.check_contiguous("cos_sin", cos_sin)
-    launch.check_shape("positions", positions, (num_tokens,))
-    launch.check_dtype("positions", positions, (torch.int32, torch.int64))
-    launch.check_contiguous("positions", positions)
-    launch.check_shape("key_cache", key_cache, (None, None, num_kv_heads, head_dim))
-    launch.check_shape("value_cache", value_cache, key_cache.shape)
-    launch.check_shape("slot_mapping", slot_mapping, (num_tokens,))
-    launch.check_dtype("slot_mapping", slot_mapping, (torch.int64,))
-    launch.check_contiguous("slot_mapping", slot_mapping)
-    for name, tensor in (("key", key), ("value", value)):
-        launch.check_dtype(name, tensor, (query.dtype,))
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        launch.check_dtype(name, cache, (query.dtype, torch.float8_e4m3fn))
-    for name, tensor in (
-        ("query", query),
-        ("key", key),
-        ("value", value),
-        ("key_cache", key_cache),
-        ("value_cache", value_cache),
-    ):
-        launch.check_rows(name, tensor)
-    for name, weight in weights.items():
-        if weight is not None:
-            launch.check_shape(name, weight, (head_dim,))
-            launch.check_contiguous(name, weight)
-    launch.check_same_device(
-        query=query,
-        key=key,
-        value=value,
-        cos_sin=cos_sin,
-        positions=positions,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        slot_mapping=slot_mapping,
-        **weights,
+    rows, own_dtype = launch.check_rows, (query.dtype,)
+    cache_shape, cache_dtypes = ("B", "P", "KVH", "D"), (query.dtype, torch.float8_e4m3fn)
+    launch.check_arguments(
+        Argument("query", query, ("T", "H", "D"), launch.FLOAT_DTYPES, rows),
+        Argument("key", key, ("T", "KVH", "D"), own_dtype, rows),
+        Argument("value", value, ("T", "KVH", "D"), own_dtype, rows),
+        Argument("cos_sin", cos_sin, ("max_positions", "D"), launch.FLOAT_DTYPES),
+        Argument("positions", positions, ("T",), (torch.int32, torch.int64)),
+        Argument("key_cache", key_cache, cache_shape, cache_dtypes, rows),
+        Argument("value_cache", value_cache, cache_shape, cache_dtypes, rows),
+        Argument("slot_mapping", slot_mapping, ("T",), (torch.int64,)),
+        Argument("query_norm_weight", query_norm_weight, ("D",), launch.FLOAT_DTYPES),
+        Argument("key_norm_weight", key_norm_weight, ("D",), launch.FLOAT_DTYPES),
     )
 
 

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
+from inflight_kernels.launch import Argument
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -175,9 +176,6 @@ def find_threshold(
         above += tl.sum(tl.where(digits > chosen, measures, 0.0), axis=0)
         threshold = threshold | (chosen.to(tl.uint32) << shift)
     return threshold
-
-
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 
 _MAX_CHUNK = 4096
@@ -406,27 +404,21 @@ def sample_with_log_probs(
     positions may be columns of a table.
     Raises ValueError naming the argument that does not fit.
     """
-    launch.check_shape("logits", logits, (None, None))
-    launch.check_dtype("logits", logits, launch.FLOAT_DTYPES)
-    launch.check_rows("logits", logits)
+    launch.check_arguments(
+        Argument("logits", logits, ("N", "V"), launch.FLOAT_DTYPES, launch.check_rows),
+        Argument("temperature", temperature, ("N",), (torch.float32,), None),
+        Argument("top_k", top_k, ("N",), (torch.int32,), None),
+        Argument("top_p", top_p, ("N",), (torch.float32,), None),
+        Argument("seeds", seeds, ("N",), (torch.int64,), None),
+        Argument("positions", positions, ("N",), (torch.int64,)),
+        Argument("min_p", min_p, ("N",), (torch.float32,), None),
+    )
     num_rows, vocabulary = logits.shape
     if not 0 < vocabulary <= _MAX_VOCABULARY:
         raise ValueError(
             f"logits: rows must have 1 to {_MAX_VOCABULARY} elements, got {vocabulary}"
         )
     min_p_or_any = top_p if min_p is None else min_p
-    for name, tensor, dtype in (
-        ("temperature", temperature, torch.float32),
-        ("top_k", top_k, torch.int32),
-        ("top_p", top_p, torch.float32),
-        ("seeds", seeds, torch.int64),
-        ("positions", positions, torch.int64),
-        ("min_p", min_p_or_any, torch.float32),
-    ):
-        launch.check_shape(name, tensor, (num_rows,))
-        launch.check_dtype(name, tensor, (dtype,))
-        launch.check_same_device(logits=logits, **{name: tensor})
-    launch.check_contiguous("positions", positions)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     log_probs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows == 0:

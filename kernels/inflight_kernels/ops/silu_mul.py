@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
-from inflight_kernels.launch import FP8_MAX, narrow, to_fp8, wait_for_inputs
+from inflight_kernels.launch import Argument, narrow, store_fp8_row, wait_for_inputs
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 
 _BLOCK = 1024
 # A quantised row is held in registers until its largest value is known.
@@ -42,9 +41,7 @@ def _silu_mul_kernel(
     wide = gate.to(tl.float32)
     y = narrow(wide / (1.0 + tl.exp(-wide)), gate.dtype).to(tl.float32) * up
     if QUANTIZE:
-        scale = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-12) / FP8_MAX
-        tl.store(scales_ptr + row, scale)
-        tl.store(out_ptr + row * SIZE + offs, to_fp8(y / scale), mask=mask)
+        store_fp8_row(out_ptr, scales_ptr, y, row, offs, mask, SIZE)
     else:
         tl.store(out_ptr + row * SIZE + offs, narrow(y, gate.dtype), mask=mask)
 
@@ -95,9 +92,9 @@ def silu_mul_fp8(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _check(gate_up: torch.Tensor) -> tuple[int, int]:
     """(tokens, size of the output rows); raises ValueError naming the argument."""
-    launch.check_shape("gate_up", gate_up, (None, None))
-    launch.check_dtype("gate_up", gate_up, launch.FLOAT_DTYPES)
-    launch.check_rows("gate_up", gate_up)
+    launch.check_arguments(
+        Argument("gate_up", gate_up, ("T", "2I"), launch.FLOAT_DTYPES, launch.check_rows)
+    )
     num_tokens, double_size = gate_up.shape
     if double_size % 2:
         raise ValueError(f"gate_up: rows must hold gate and up of one size, got {double_size}")
