@@ -11,6 +11,7 @@ torch knows. Names, shapes and layouts are those of the kernels beside this pack
 
 from inflight_kernels.reference.attention import (
     AttentionPlan,
+    Weighting,
     paged_attention_context,
     paged_attention_generation,
     plan_attention,
@@ -43,6 +44,7 @@ from inflight_kernels.reference.sampling import (
 __all__ = [
     "COUNT_UNIT",
     "AttentionPlan",
+    "Weighting",
     "add_rms_norm",
     "adjust_logits",
     "apply_rope",
