@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
-from inflight_kernels.launch import dot, narrow, tuned_tile
+from inflight_kernels.launch import dot, find_group, narrow, tuned_tile
 from inflight_kernels.paging import (
     begin_softmax,
     check_attention,
@@ -41,23 +41,6 @@ from inflight_kernels.paging import (
 )
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
-
-@triton.jit
-def _find_sequence(tile, starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
-    """The sequence that owns a tile.
-
-    Sequence s gets the tiles from ``starts[s] // BLOCK_Q + s`` on: at least as many as it needs,
-    at most one too many, and their numbers rise with s, so counting finds the owner.
-    """
-    BLOCK_S: tl.constexpr = 256  # counted at a time: one compiled kernel for any number
-    num_before = 0
-    for first in range(0, num_sequences, BLOCK_S):
-        ids = first + tl.arange(0, BLOCK_S)
-        starts = tl.load(starts_ptr + ids, mask=ids < num_sequences, other=0)
-        is_before = (starts // BLOCK_Q + ids <= tile) & (ids < num_sequences)
-        num_before += tl.sum(is_before.to(tl.int32), axis=0)
-    return num_before - 1
 
 
 @triton.jit
@@ -163,7 +146,7 @@ def _paged_attention_context_kernel(
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
     if tile < tl.load(starts_ptr) // BLOCK_Q:
         return
-    sequence = _find_sequence(tile, starts_ptr, num_sequences, BLOCK_Q)
+    sequence = find_group(tile, starts_ptr, num_sequences, BLOCK_Q)
     start, num_queries, num_rows, first_query = _find_queries(
         tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q
     )

@@ -20,6 +20,7 @@ from inflight_kernels.reference.attention import (
 from inflight_kernels.reference.elementwise import (
     add_rms_norm,
     apply_rope,
+    grouped_linear,
     rms_norm,
     rope_angles,
     rotate,
@@ -52,6 +53,7 @@ __all__ = [
     "ban_words",
     "draw",
     "filtered",
+    "grouped_linear",
     "greedy",
     "is_drawn",
     "log_probs_of_draws",
