@@ -86,7 +86,7 @@ class TorchAttention:
         self._cos_sin = cos_sin
         self._eps = model.rms_norm_eps
         self._windows = model.sliding_windows
-        self._scale = model.head_dim**-0.5
+        self._weighting = reference.Weighting(model.head_dim**-0.5)
         self._heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
@@ -119,7 +119,7 @@ class TorchAttention:
             query, key = (reference.rotate(each, step.angles) for each in (query, key))
         reference.write_kv(key, value, keys, values, step.slot_mapping)
         plan = step.plans[self._windows[layer]]
-        return plan.attend(query, keys, values, self._scale, own=(key, value))
+        return plan.attend(query, keys, values, self._weighting, own=(key, value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from inflight_kernels import launch
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-
 _CHUNK = 256
 _WORD_CHUNK = 32  # tokens compared at a time
 

@@ -18,7 +18,6 @@ from inflight_kernels import launch
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-
 _BLOCK = 2048
 # Copied as integers of the same size: no dtype is refused and no number changed.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

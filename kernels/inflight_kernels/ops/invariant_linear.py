@@ -21,7 +21,6 @@ from inflight_kernels.launch import dot_by_rows, narrow
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-
 _DTYPES = (*launch.FLOAT_DTYPES, torch.float8_e4m3fn)
 _BLOCK_T, _BLOCK_R, _BLOCK_C = 64, 128, 64  # tokens, rows of the weight, columns
 

@@ -14,7 +14,6 @@ from inflight_kernels import launch
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-
 _MAX_CHUNK = 4096
 
 

@@ -21,7 +21,6 @@ from inflight_kernels.launch import narrow, to_fp8, wait_for_inputs
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-
 _MAX_HEADS_PER_PROGRAM = 8
 
 

@@ -177,9 +177,6 @@ def find_threshold(
     return threshold
 
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
-
 _MAX_CHUNK = 4096
 # Sixteen sums per element are held in registers while a threshold is searched.
 _MAX_TILE = 1024

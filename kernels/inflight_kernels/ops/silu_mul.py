@@ -16,7 +16,6 @@ from inflight_kernels.launch import FP8_MAX, narrow, to_fp8, wait_for_inputs
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-
 _BLOCK = 1024
 # A quantised row is held in registers until its largest value is known.
 _MAX_QUANTIZED = 32768
