@@ -33,6 +33,7 @@ from inflight_backend.models.layers import (
 from inflight_backend.models.ops import TORCH_OPS, Ops
 from inflight_kernels.ops import adjust_logits as adjusting
 from inflight_kernels.ops import ban_tokens as banning
+from inflight_kernels.ops import grouped_linear as grouping
 from inflight_kernels.ops import mask_logits as masking
 from inflight_kernels.ops import quantize_fp8 as quantize_module
 from inflight_kernels.ops import rms_norm as norms
@@ -71,6 +72,9 @@ TRITON_OPS = replace(
     add_rms_norm=norms.add_rms_norm,
     final_norm=norms.add_rms_norm,
     silu_mul=activation.silu_mul,
+    plain_rms_norm=norms.rms_norm,
+    plain_silu_mul=activation.silu_mul,
+    grouped_linear=grouping.grouped_linear,
     sample=sampling.sample,
     sample_with_log_probs=sampling.sample_with_log_probs,
     adjust_logits=adjusting.adjust_logits,

@@ -1,0 +1,297 @@
+"""Rotary embedding: which dimensions of a head turn, how fast, and the table of a served length.
+
+The kernels turn dimension ``i`` with dimension ``i + head_dim / 2``. Models that turn neighbours, or
+a part of a head only, have the rows of their query and key projections put in that order while
+loading (`rotary_order`): products of query and key do not depend on the order of dimensions. A
+dimension that does not turn has frequency 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight_backend.models.checkpoint_files import JsonReader
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One kind of turning.
+
+    ``dim``: dimensions of a head that turn, even. ``is_interleaved``: dimension ``2 i`` turns with
+    ``2 i + 1``. ``kind``: as ``rope_type`` in config.json; the fields behind it belong to some kinds
+    only. ``attention_factor`` multiplies cosines and sines. ``span``: dimensions that exponents
+    refer to. ``divisors``: of each frequency (longrope).
+    """
+
+    dim: int
+    theta: float = 10_000.0
+    is_interleaved: bool = False
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+    attention_factor: float = 1.0
+    span: int = 0
+    divisors: tuple[float, ...] = ()
+
+
+def rotary_order(rope: RopeConfig | None, head_dim: int) -> list[int] | None:
+    """For each dimension of a head as the kernels want it, the checkpoint's; None: unchanged."""
+    if rope is None or (rope.dim == head_dim and not rope.is_interleaved):
+        return None
+    turning = range(rope.dim)
+    if rope.is_interleaved:
+        first, second = turning[::2], turning[1::2]
+    else:
+        first, second = turning[: rope.dim // 2], turning[rope.dim // 2 :]
+    rest = range(rope.dim, head_dim)
+    return [*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :]]
+
+
+def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
+    """[num_positions, head_dim] float32 on the CPU: the cosines of head_dim / 2 angles, the sines.
+
+    The angle of pair ``i`` at position ``p`` is ``p * frequency[i]``. Without ``rope`` nothing turns.
+    """
+    angles = torch.zeros(num_positions, head_dim // 2)
+    scale = torch.ones(head_dim // 2)
+    if rope is not None:
+        frequencies = _frequencies(rope, num_positions)
+        positions = torch.arange(num_positions, dtype=torch.float32)
+        angles[:, : len(frequencies)] = positions[:, None] * frequencies
+        scale[: len(frequencies)] = rope.attention_factor
+    return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1)
+
+
+def _frequencies(rope: RopeConfig, num_positions: int) -> Tensor:
+    """``theta ** (-2 i / dim)``, then scaled; see the kinds below."""
+    theta = rope.theta
+    if rope.kind == "dynamic" and num_positions > rope.original_max_positions:
+        # The theta of a sequence of the served length, so that all sequences share one table.
+        stretch = rope.factor * num_positions / rope.original_max_positions - (rope.factor - 1)
+        theta *= stretch ** (rope.dim / (rope.dim - 2))
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / (rope.span or rope.dim)
+    frequencies = 1.0 / (theta**exponents)
+    if rope.divisors:
+        return frequencies / torch.tensor(rope.divisors)
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, frequencies)
+    if rope.kind == "yarn":
+        return _yarn(rope, frequencies)
+    return frequencies
+
+
+def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Llama 3.1 (``apply_scaling`` of the published reference code): waves longer than ``original /
+    low`` positions are divided by ``factor``, waves shorter than ``original / high`` stay, and those
+    between are blended linearly in ``original / wavelength``."""
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    share = ((turns - rope.low_freq_factor) / span).clamp(0.0, 1.0)
+    return (1 - share) * frequencies / rope.factor + share * frequencies
+
+
+def _yarn(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """YaRN (arXiv 2309.00071): frequencies that turn more than ``beta_fast`` times in the original
+    length stay, those that turn less than ``beta_slow`` times are divided by ``factor``; those
+    between are blended linearly in their index."""
+
+    def index_of(num_turns: float) -> float:
+        length = rope.original_max_positions / (num_turns * 2 * math.pi)
+        return rope.dim * math.log(length) / (2 * math.log(rope.theta))
+
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    high = high if high > low else low + 0.001
+    ramp = ((torch.arange(rope.dim // 2).float() - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (1 - ramp) + frequencies / rope.factor * ramp
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """By how much YaRN sharpens attention over contexts that are ``factor`` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+_KEYS = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "dynamic": {"factor", "alpha", "original_max_position_embeddings"},
+    "llama3": {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "llama_4_scaling_beta",
+    },
+    "longrope": {
+        "factor",
+        "short_factor",
+        "long_factor",
+        "attention_factor",
+        "original_max_position_embeddings",
+        "short_mscale",
+        "long_mscale",
+    },
+    "proportional": {"factor"},
+}
+_ALIASES = {"su": "longrope"}
+
+
+def read_rope(
+    reader: JsonReader,
+    head_dim: int,
+    *,
+    kind_of_layer: str | None = None,
+    is_interleaved: bool = False,
+    dim: int | None = None,
+    theta_key: str = "rope_theta",
+) -> RopeConfig:
+    """The rotary embedding of config.json, in either spelling (``rope_parameters`` of transformers 5;
+    ``rope_scaling`` and ``rope_theta``).
+
+    ``kind_of_layer``: an entry of ``layer_types`` that may have a section of its own. ``dim``: where
+    the family fixes it; else ``partial_rotary_factor`` of ``head_dim``. ``theta_key``: where this
+    kind of layer has its theta in old files. `CheckpointError` for a key that would be ignored.
+    """
+    section = _section(reader, kind_of_layer)
+    theta = section.number("rope_theta", default=reader.number(theta_key, default=10_000.0))
+    kind = section.text("rope_type", default=section.text("type", default="default"))
+    kind = _ALIASES.get(kind, kind)
+    if kind not in _KEYS:
+        section.fail("rope_type", f"{kind!r} is not supported; supported: {', '.join(_KEYS)}")
+    known = _KEYS[kind] | {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    for key in section:
+        if key not in known:
+            section.fail(key, f"is not supported with rope_type {kind}")
+    partial = section.number(
+        "partial_rotary_factor",
+        default=reader.number("partial_rotary_factor", default=1.0),
+    )
+    if kind == "proportional":
+        turning = 2 * int(partial * head_dim // 2)
+        return RopeConfig(turning, theta, kind=kind, span=head_dim)
+    dim = dim or int(head_dim * partial)
+    rope = RopeConfig(dim, theta, is_interleaved, kind)
+    if kind in ("default", "linear"):
+        factor = section.number("factor", default=1.0) if kind == "linear" else 1.0
+        return RopeConfig(dim, theta, is_interleaved, kind, factor)
+    return _READERS[kind](rope, section, reader)
+
+
+def _section(reader: JsonReader, kind_of_layer: str | None) -> JsonReader:
+    """``rope_parameters`` or ``rope_scaling``, whichever says anything, of a kind of layer.
+
+    A file of transformers 5 to which a user has added the model card's setting for longer
+    contexts has both: it takes the second then, and forgets the theta of the first.
+    """
+    new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
+    if kind_of_layer is not None and kind_of_layer in new:
+        return new.section(kind_of_layer)
+    if not any(old):
+        return new
+    if any(new) and not new.equals(old):
+        reader.fail("rope_scaling", "is given beside rope_parameters and differs; keep one of them")
+    if kind_of_layer == "sliding_attention":
+        return reader.section("no_such_section")  # scaled are the layers that see everything
+    return old
+
+
+def _original(section: JsonReader, reader: JsonReader) -> int:
+    """Positions of the original length: of the section, of the file, or all there are."""
+    key = "original_max_position_embeddings"
+    outside = reader.integer(key, default=reader.integer("max_position_embeddings"))
+    original = section.integer(key, default=outside)
+    if key in reader and outside != original:  # releases of transformers differ in which they take
+        reader.fail(key, f"({outside}) is not that of the rope ({original})")
+    return original
+
+
+def _read_dynamic(rope: RopeConfig, section: JsonReader, reader: JsonReader) -> RopeConfig:
+    if "alpha" in section:  # Hunyuan: a theta that does not depend on the length
+        stretch = section.number("alpha") ** (rope.dim / (rope.dim - 2))
+        return RopeConfig(rope.dim, rope.theta * stretch, rope.is_interleaved)
+    factor, original = section.number("factor"), _original(section, reader)
+    return RopeConfig(
+        rope.dim, rope.theta, rope.is_interleaved, "dynamic", factor,
+        original_max_positions=original,
+    )  # fmt: skip
+
+
+def _read_llama3(rope: RopeConfig, section: JsonReader, reader: JsonReader) -> RopeConfig:
+    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+    if high <= low:
+        section.fail("high_freq_factor", f"({high}) must be above low_freq_factor ({low})")
+    factor, original = section.number("factor"), _original(section, reader)
+    return RopeConfig(
+        rope.dim, rope.theta, rope.is_interleaved, "llama3", factor, low, high, original
+    )
+
+
+def _read_yarn(rope: RopeConfig, section: JsonReader, reader: JsonReader) -> RopeConfig:
+    factor = section.number("factor")
+    scale = yarn_scale(factor)
+    if "mscale" in section and "mscale_all_dim" in section:
+        scale = yarn_scale(factor, section.number("mscale")) / yarn_scale(
+            factor, section.number("mscale_all_dim")
+        )
+    return RopeConfig(
+        rope.dim,
+        rope.theta,
+        rope.is_interleaved,
+        "yarn",
+        factor,
+        original_max_positions=_original(section, reader),
+        beta_fast=section.number("beta_fast", default=32.0),
+        beta_slow=section.number("beta_slow", default=1.0),
+        is_truncated=section.boolean("truncate", default=True),
+        attention_factor=section.number("attention_factor", default=scale),
+    )
+
+
+def _read_longrope(rope: RopeConfig, section: JsonReader, reader: JsonReader) -> RopeConfig:
+    """With the factors for long contexts where the model has them: a server has one table."""
+    positions, original = reader.integer("max_position_embeddings"), _original(section, reader)
+    factor = section.number("factor", default=positions / original)
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    key = "long_factor" if positions > original else "short_factor"
+    divisors = section.numbers(key)
+    if len(divisors) != rope.dim // 2:
+        section.fail(key, f"must have {rope.dim // 2} numbers, not {len(divisors)}")
+    return RopeConfig(
+        rope.dim,
+        rope.theta,
+        rope.is_interleaved,
+        "longrope",
+        attention_factor=section.number("attention_factor", default=scale),
+        divisors=tuple(divisors),
+    )
+
+
+_READERS = {
+    "dynamic": _read_dynamic,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+}
