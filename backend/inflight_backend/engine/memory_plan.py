@@ -97,7 +97,8 @@ def reserved_bytes(config: EngineConfig, vocab_size: int) -> int:
 def kv_bytes_per_token(config: EngineConfig, model: ModelConfig) -> int:
     """Keys and values of one token in all layers, for a resolved configuration."""
     size = 1 if config.kv_cache_dtype == "fp8" else DTYPE_TO_BYTES[config.dtype]
-    return 2 * sum(layer.attention.kv_size for layer in model.layers) * size
+    layers = [layer.attention for layer in model.layers]
+    return sum(each.num_cached * each.kv_size for each in layers) * size
 
 
 def choose_num_blocks(config: EngineConfig, bytes_per_token: int, max_bytes: int | None) -> int:

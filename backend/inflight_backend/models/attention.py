@@ -74,8 +74,8 @@ class AttentionStep(Protocol):
     """One step; layers are run in order, each once."""
 
     def attend(self, layer: int, heads: Tensor, parameters: HeadParameters) -> Tensor:
-        """``heads`` [T, H + 2 * KVH, D] are query, key and value. Norm and turn query and key,
-        store key and value, then attend: -> [T, H, D]."""
+        """``heads`` [T, H + 2 * KVH, D] are query, key and value (without value where latents are
+        both). Norm and turn query and key, store key and value, then attend: -> [T, H, D]."""
 
 
 class AttentionBackend(Protocol):
@@ -127,17 +127,18 @@ class TorchAttention:
     def attend(
         self, layer: int, heads: Tensor, parameters: HeadParameters, step: _TorchStep
     ) -> Tensor:
-        """One layer; ``heads`` [T, H + 2 * KVH, D] are query, key and value."""
+        """One layer of a step."""
         config = self._layers[layer]
         angles = step.angles[config.rope, config.head_dim] if config.rope else None
-        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        query, key, value = torch.split(heads, sizes, dim=1)
+        sizes = (config.num_heads, config.num_kv_heads)
+        count = sum(sizes)
+        query, key = torch.split(heads[:, :count], sizes, dim=1)
         if parameters.query_norm is None and angles is not None:  # they lie side by side
-            turned = reference.rotate(heads[:, : -sizes[2]], angles)
-            query, key = torch.split(turned, sizes[:2], dim=1)
+            query, key = torch.split(reference.rotate(heads[:, :count], angles), sizes, dim=1)
         else:
             query = _prepare(query, parameters.query_norm, angles, config)
             key = _prepare(key, parameters.key_norm, angles, config)
+        value = key if config.latent is not None else heads[:, count:]
         keys, values = self._pool.layer(layer)
         reference.write_kv(key, value, keys, values, step.slot_mapping)
         weighting = reference.Weighting(

@@ -42,8 +42,9 @@ def make_cache(
 
     ``is_deterministic``: the result of a row must not depend on the others.
     """
-    heads = [(each.attention.num_kv_heads, each.attention.head_dim) for each in model.layers]
-    shape = (heads, num_blocks, tokens_per_block)
+    kinds = [each.attention for each in model.layers]
+    shapes = [(each.num_cached, each.num_kv_heads, each.head_dim) for each in kinds]
+    shape = (shapes, num_blocks, tokens_per_block)
     if backend == "triton":
         from inflight_backend.models.triton_attention import TritonAttention  # needs triton
         from inflight_kernels.ops.copy_blocks import copy_blocks

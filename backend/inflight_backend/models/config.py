@@ -26,13 +26,24 @@ class NormConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Sizes of multi-head latent attention; ``query_rank`` None: queries come from one linear."""
+
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    query_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """The attention of one layer.
 
     ``window``: the last tokens seen; ``chunk``: only positions of the same chunk are. ``qk_norm``:
     "head" (a weight [head_dim]), "full" (over all heads, [num_heads * head_dim]), "per_head" (a
     weight for each, [num_heads, head_dim]) or "plain" (no weight); None for none.
-    ``slopes``: of ALiBi, one for each head. ``temperature``: (scale, span, shift) multiply a query at
+    ``is_value_key``: values are the keys before norm and turning. ``slopes``: of ALiBi, one for each head. ``temperature``: (scale, span, shift) multiply a query at
     position p by ``1 + scale * log(1 + floor((p + shift) / span))``.
     """
 
@@ -52,9 +63,16 @@ class AttentionConfig:
     qk_norm_kind: NormConfig = NormConfig()
     is_norm_after_rope: bool = False
     has_value_norm: bool = False
+    is_value_key: bool = False
     clip: float | None = None
     has_gate: bool = False
     temperature: tuple[float, float, float] | None = None
+    latent: LatentConfig | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """Tensors of the cache: keys and values, or latents that are both."""
+        return 1 if self.latent is not None else 2
 
     @property
     def query_size(self) -> int:
@@ -124,6 +142,8 @@ class LayerConfig:
 
     attention: AttentionConfig
     mlp: MlpConfig | MoeConfig
+    has_scalar: bool = False
+    """The layer's answer is multiplied by a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +173,12 @@ class WeightNames:
     qkv: str | None = None
     qkv_layout: str = "rows"
     output: str = "o_proj"
+    latent_query: tuple[str, str, str] = ("q_a_proj", "q_a_layernorm", "q_b_proj")
+    latent_key_value: tuple[str, str, str] = (
+        "kv_a_proj_with_mqa",
+        "kv_a_layernorm",
+        "kv_b_proj",
+    )
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     sinks: str = "sinks"

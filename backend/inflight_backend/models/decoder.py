@@ -18,10 +18,18 @@ import torch
 from torch import Tensor
 
 from inflight_backend.models.attention import AttentionStep, HeadParameters
+from inflight_backend.models.blocks.activations import make_activation
 from inflight_backend.models.blocks.attention import Attention
+from inflight_backend.models.blocks.latent_attention import LatentAttention
 from inflight_backend.models.blocks.mlp import Linear, Mlp, Moe
 from inflight_backend.models.blocks.norms import Norm
-from inflight_backend.models.config import LayerConfig, MlpConfig, ModelConfig, MoeConfig
+from inflight_backend.models.config import (
+    AttentionConfig,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+    MoeConfig,
+)
 from inflight_backend.models.layers import Parameter
 from inflight_backend.models.ops import Ops
 
@@ -62,12 +70,13 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: Mlp | Moe
     input_norm: Norm | None
     attention_output_norm: Norm | None
     mlp_norm: Norm | None
     mlp_output_norm: Norm | None
+    scalar: Tensor | None
 
 
 class Decoder:
@@ -190,7 +199,8 @@ class Decoder:
             return _apply(layer.mlp_output_norm, x + self._feed(layer, x))
         x = x + _apply(layer.attention_output_norm, found) * config.residual_scale
         inner = self._feed(layer, _apply(layer.mlp_norm, x))
-        return x + _apply(layer.mlp_output_norm, inner) * config.residual_scale
+        x = x + _apply(layer.mlp_output_norm, inner) * config.residual_scale
+        return x if layer.scalar is None else x * layer.scalar
 
     def _feed(self, layer: _Layer, x: Tensor) -> Tensor:
         mlp = layer.mlp
@@ -205,26 +215,46 @@ class Decoder:
         return Norm(config.norm, weight, bias, self._ops)
 
     def _take_layer(self, given: Parameters, index: int, layer: LayerConfig) -> _Layer:
-        heads = HeadParameters(
-            given.optional("query_norm"), given.optional("key_norm"), given.optional("sinks")
-        )
-        attention = Attention(
-            layer.attention, index, given.linear("qkv"),
-            given.linear("output", feeds_norm=True), heads, self._ops
-        )
+        take = self._take_attention if layer.attention.latent is None else self._take_latent
         return _Layer(
-            attention,
+            take(given, index, layer.attention),
             self._take_mlp(given, layer.mlp),
             self._take_norm(given, "input_norm"),
             self._take_norm(given, "attention_output_norm"),
             self._take_norm(given, "mlp_norm"),
             self._take_norm(given, "mlp_output_norm"),
+            given.optional("scalar"),
+        )
+
+    def _take_attention(self, given: Parameters, index: int, config: AttentionConfig) -> Attention:
+        heads = HeadParameters(
+            given.optional("query_norm"), given.optional("key_norm"), given.optional("sinks")
+        )
+        output = given.linear("output", feeds_norm=True)
+        return Attention(config, index, given.linear("qkv"), output, heads, self._ops)
+
+    def _take_latent(
+        self, given: Parameters, index: int, config: AttentionConfig
+    ) -> LatentAttention:
+        query_norm = given.optional("query_a_norm")
+        names = ("query",) if query_norm is None else ("query_a", "query")
+        return LatentAttention(
+            config,
+            index,
+            tuple(given.linear(name) for name in names),
+            query_norm,
+            given.linear("key_value"),
+            given.tensor("key_value_norm"),
+            given.tensor("expand"),
+            given.linear("output", feeds_norm=True),
+            self._ops,
         )
 
     def _take_mlp(self, given: Parameters, config: MlpConfig | MoeConfig) -> Mlp | Moe:
         if isinstance(config, MlpConfig):
             up = given.linear("gate_up" if config.is_gated else "up")
-            return Mlp(config, up, given.linear("down", feeds_norm=True), self._ops)
+            down, numbers = given.linear("down", feeds_norm=True), given.optional("activation")
+            return Mlp(config, up, down, make_activation(config.activation, numbers), self._ops)
         experts, hidden = config.num_experts, self._config.hidden_size
         gate_up_bias = given.optional("experts.gate_up.bias")
         shared = None

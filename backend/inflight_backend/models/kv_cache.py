@@ -63,31 +63,31 @@ CopyBlocks: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 class KvPool:
-    """Keys and values of all layers: for the layers of one shape one tensor [num_layers, 2,
-    num_blocks, tokens_per_block, num_kv_heads, head_dim].
+    """Keys and values of all layers: for the layers of one shape one tensor [num_layers, 2 (1 where
+    the keys are the values), num_blocks, tokens_per_block, num_kv_heads, head_dim].
 
     It starts as zeros, and engines keep NaN out of blocks they hand on (`clean`).
     """
 
     def __init__(
         self,
-        heads: Sequence[tuple[int, int]],
+        shapes: Sequence[tuple[int, int, int]],
         num_blocks: int,
         tokens_per_block: int,
         dtype: torch.dtype,
         device: str,
         copy_blocks: CopyBlocks | None = None,
     ) -> None:
-        """``heads``: (num_kv_heads, head_dim) of each layer. Blocks are copied by ``copy_blocks``;
+        """``shapes``: (tensors, num_kv_heads, head_dim) of each layer. Blocks are copied by ``copy_blocks``;
         None: by torch, which takes tens of launches where a tensor has more than 2^31 numbers."""
         self._copy_blocks = copy_blocks
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
         self._tensors: list[Tensor] = []
-        self._layers: list[tuple[Tensor, Tensor]] = [None] * len(heads)  # type: ignore[list-item]
-        for shape in dict.fromkeys(heads):
-            layers = [index for index, each in enumerate(heads) if each == shape]
-            size = (len(layers), 2, num_blocks, tokens_per_block, *shape)
+        self._layers: list[tuple[Tensor, Tensor]] = [None] * len(shapes)  # type: ignore[list-item]
+        for shape in dict.fromkeys(shapes):
+            layers = [index for index, each in enumerate(shapes) if each == shape]
+            size = (len(layers), shape[0], num_blocks, tokens_per_block, *shape[1:])
             try:
                 memory = torch.zeros(size, dtype=dtype, device=device)
             except (RuntimeError, MemoryError):
@@ -96,8 +96,8 @@ class KvPool:
                     "lower max_tokens_in_paged_kv_cache"
                 ) from None
             self._tensors.append(memory)
-            for index, (keys, values) in zip(layers, memory, strict=True):
-                self._layers[index] = (keys, values)
+            for index, layer in zip(layers, memory, strict=True):
+                self._layers[index] = (layer[0], layer[-1])
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each [num_blocks, tokens_per_block, KVH, head_dim]."""

@@ -111,6 +111,8 @@ def _layer_parameters(config: ModelConfig, index: int, layer: LayerConfig) -> li
     for norm in NORMS_OF_BLOCK[config.block]:
         specs += _norm(config, prefix + norm, folder + getattr(names, norm))
     specs += _attention_parameters(config, layer.attention, prefix, folder + names.attention)
+    if layer.has_scalar:
+        specs.append(_single(f"{prefix}scalar", f"{folder}layer_scalar", (1,)))
     if isinstance(layer.mlp, MlpConfig):
         return specs + _mlp_parameters(config, layer.mlp, prefix, folder + names.mlp)
     return specs + _moe_parameters(config, layer.mlp, prefix, folder + names.mlp)
@@ -120,6 +122,8 @@ def _attention_parameters(
     config: ModelConfig, attention: AttentionConfig, prefix: str, folder: str
 ) -> list[ParameterSpec]:
     names, hidden = config.names, config.hidden_size
+    if attention.latent is not None:
+        return _latent_parameters(config, attention, prefix, folder)
     order = rotary_order(attention.rope, attention.head_dim)
     query, kv = attention.query_size, attention.kv_size
     if names.qkv is not None:
@@ -129,7 +133,7 @@ def _attention_parameters(
         turned, gates = _query_rows(attention, order)
         parts = [(names.query, query * (2 if attention.has_gate else 1), turned)]
         parts.append((names.key, kv, _head_rows(attention.num_kv_heads, order)))
-        parts.append((names.value, kv, None))
+        parts.append((names.key if attention.is_value_key else names.value, kv, None))
         if gates is not None:  # the second half of each query head, behind all else
             parts.append((names.query, 2 * query, gates))
     specs = []
@@ -151,6 +155,36 @@ def _attention_parameters(
         sinks = Source(folder + names.sinks, (attention.num_heads,))
         specs.append(ParameterSpec(f"{prefix}sinks", (sinks,), is_wide=True))
     return specs
+
+
+def _latent_parameters(
+    config: ModelConfig, attention: AttentionConfig, prefix: str, folder: str
+) -> list[ParameterSpec]:
+    names, hidden, latent = config.names, config.hidden_size, attention.latent
+    assert latent is not None
+    heads, has_bias = attention.num_heads, attention.has_qkv_bias
+    query = heads * (latent.nope + latent.rope)
+    down, norm, up = (folder + each for each in names.latent_query)
+    if latent.query_rank is None:
+        specs = _linear(config, f"{prefix}query", folder + names.query, query, hidden, False)
+    else:
+        rank = latent.query_rank
+        specs = [
+            *_linear(config, f"{prefix}query_a", down, rank, hidden, has_bias),
+            _single(f"{prefix}query_a_norm", f"{norm}.weight", (rank,)),
+            *_linear(config, f"{prefix}query", up, query, rank, False),
+        ]
+    down, norm, up = (folder + each for each in names.latent_key_value)
+    rank = latent.kv_rank
+    expanded = heads * (latent.nope + latent.value)
+    return [
+        *specs,
+        *_linear(config, f"{prefix}key_value", down, rank + latent.rope, hidden, has_bias),
+        _single(f"{prefix}key_value_norm", f"{norm}.weight", (rank,)),
+        _single(f"{prefix}expand", f"{up}.weight", (expanded, rank)),
+        *_linear(config, f"{prefix}output", folder + names.output, hidden, heads * latent.value,
+                 attention.has_output_bias),
+    ]  # fmt: skip
 
 
 def _head_rows(num_heads: int, order: Sequence[int] | None) -> list[int] | None:
@@ -249,6 +283,12 @@ def _mlp_parameters(
         parts = {fused: 2 * size} if fused else {names.gate: size, names.up: size}
         up = _joined(config, f"{prefix}gate_up", folder, parts, hidden, mlp.has_bias)
     down = _linear(config, f"{prefix}down", folder + names.down, hidden, size, mlp.has_bias)
+    if mlp.activation == "xielu":
+        sources = tuple(
+            Source(f"{folder}act_fn.{name}", shape, _one_row, (1,))
+            for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
+        )
+        up = [*up, ParameterSpec(f"{prefix}activation", sources, is_wide=True)]
     return up + down
 
 
@@ -456,6 +496,10 @@ def _add(tensor: Tensor, amount: float, then: _Convert | None) -> Tensor:
 
 def _transposed(tensor: Tensor, rows: Sequence[int] | None) -> Tensor:
     return tensor.t() if rows is None else tensor.t()[list(rows)]
+
+
+def _one_row(tensor: Tensor) -> Tensor:
+    return tensor.reshape(1)
 
 
 def _flat(tensor: Tensor) -> Tensor:

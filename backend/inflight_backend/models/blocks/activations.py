@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+Activate = Callable[[Tensor], Tensor]
+
 _gelu_tanh = partial(functional.gelu, approximate="tanh")
 
 
@@ -22,7 +24,22 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+def _xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    """Of Apertus (arXiv 2411.13010), with four learned numbers."""
+    alpha_p, alpha_n, beta, eps = numbers.to(x.dtype).unbind()
+    alpha_p, alpha_n = functional.softplus(alpha_p), beta + functional.softplus(alpha_n)
+    negative = (torch.expm1(torch.minimum(x, eps)) - x) * alpha_n + beta * x
+    return torch.where(x > 0, alpha_p * x * x + beta * x, negative)
+
+
+def make_activation(name: str, numbers: Tensor | None) -> Activate:
+    """The function of that name, with the ``numbers`` that a layer has learned for it."""
+    if numbers is not None:
+        return partial(_xielu, numbers=numbers)
+    return ACTIVATIONS[name]
+
+
+ACTIVATIONS: dict[str, Activate] = {
     "silu": functional.silu,
     "swish": functional.silu,
     "gelu": functional.gelu,

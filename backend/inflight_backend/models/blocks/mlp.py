@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inflight_backend.models.blocks.activations import ACTIVATIONS, clamped_swiglu
+from inflight_backend.models.blocks.activations import ACTIVATIONS, Activate, clamped_swiglu
 from inflight_backend.models.config import MlpConfig, MoeConfig, RoutingConfig
 from inflight_backend.models.layers import Activation
 from inflight_backend.models.ops import Ops
@@ -20,12 +20,13 @@ Linear: TypeAlias = Callable[[Any], Tensor]  # takes the `Activation` of its own
 class Mlp:
     """``down(act(gate) * up)``, or ``down(act(up))``: x [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, config: MlpConfig, up: Linear, down: Linear, ops: Ops) -> None:
+    def __init__(
+        self, config: MlpConfig, up: Linear, down: Linear, activation: Activate, ops: Ops
+    ) -> None:
         """``up`` gives gate and up side by side where there is a gate."""
-        self._up, self._down, self._ops = up, down, ops
+        self._up, self._down, self._ops, self._activation = up, down, ops, activation
         self._is_gated = config.is_gated
         self._is_silu = config.is_gated and config.activation in ("silu", "swish")
-        self._activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x: Activation) -> Tensor:
         """One step's tokens."""

@@ -106,7 +106,7 @@ def gpt_oss(reader: JsonReader) -> ModelConfig:
     return with_moe(model, moe)
 
 
-def _deepseek_routing(reader: JsonReader) -> RoutingConfig:
+def deepseek_routing(reader: JsonReader) -> RoutingConfig:
     """Sigmoid scores with a correction, by groups (DeepSeek V3)."""
     return RoutingConfig(
         "sigmoid",
@@ -140,7 +140,7 @@ def glm4_moe(reader: JsonReader) -> ModelConfig:
     has_norm = reader.boolean("use_qk_norm", default=False)
     model = read_plain(reader, qk_norm="head" if has_norm else None)
     model = model.with_attention(lambda *_: {"has_output_bias": False})
-    moe = deepseek_experts(reader, _deepseek_routing(reader))
+    moe = deepseek_experts(reader, deepseek_routing(reader))
     model = with_moe(model, moe, reader.integer("first_k_dense_replace", default=1, minimum=0))
     return replace(model, ignored=(rf"model\.layers\.{model.num_layers}\..*",))
 
@@ -150,7 +150,7 @@ def dots1(reader: JsonReader) -> ModelConfig:
     """DeepSeek V3's routing with norms of heads."""
     window = reader.integer("sliding_window") if "sliding_window" in reader else None
     model = read_plain(reader, qk_norm="head", windows=windows_by_type(reader, window))
-    moe = deepseek_experts(reader, _deepseek_routing(reader))
+    moe = deepseek_experts(reader, deepseek_routing(reader))
     return with_moe(model, moe, reader.integer("first_k_dense_replace", default=0, minimum=0))
 
 
@@ -158,7 +158,7 @@ def dots1(reader: JsonReader) -> ModelConfig:
 def exaone_moe(reader: JsonReader) -> ModelConfig:
     """DeepSeek V3's routing with norms of heads; layers without a window do not turn."""
     model = without_rope_outside_windows(reader, read_plain(reader, qk_norm="head"))
-    moe = deepseek_experts(reader, _deepseek_routing(reader))
+    moe = deepseek_experts(reader, deepseek_routing(reader))
     names = replace(model.names, correction="e_score_correction_bias")
     model = with_moe(model, moe, reader.integer("first_k_dense_replace", default=1, minimum=0))
     return replace(model, names=names)
@@ -213,6 +213,52 @@ def hunyuan_moe(reader: JsonReader) -> ModelConfig:
 
 def _is_list(reader: JsonReader, key: str) -> bool:
     return reader.is_list(key)
+
+
+@register_family("Llama4ForCausalLM", "llama4_text")
+def llama4(reader: JsonReader) -> ModelConfig:
+    """Chunks of positions in layers that turn, plain norms of heads there, queries that grow in the
+    others; the weight of an expert multiplies its input."""
+    size = reader.integer("intermediate_size")
+    dense = reader.with_values(intermediate_size=reader.integer("intermediate_size_mlp"))
+    names = WeightNames(
+        mlp="feed_forward.",
+        router="router",
+        expert_layout="transposed",
+        expert_gate="experts.gate_up_proj",
+        expert_down="experts.down_proj",
+        shared="shared_expert.",
+    )
+    model = read_plain(dense, names=names, is_interleaved=True)
+    turning = reader.integers("no_rope_layers") or [
+        int((layer + 1) % 4 != 0) for layer in range(model.num_layers)
+    ]
+    chunk = reader.integer("attention_chunk_size", default=8192)
+    has_norm = reader.boolean("use_qk_norm", default=True)
+    temperature = None
+    if reader.boolean("attn_temperature_tuning", default=True):
+        scale = reader.number("attn_scale", default=0.1)
+        temperature = (scale, float(reader.integer("floor_scale", default=8192)), 1.0)
+    model = model.with_attention(
+        lambda index, attention: {
+            "rope": attention.rope if turning[index] else None,
+            "chunk": chunk if turning[index] else None,
+            "qk_norm": "plain" if turning[index] and has_norm else None,
+            "temperature": None if turning[index] else temperature,
+        }
+    )
+    every = reader.integer("interleave_moe_layer_step", default=1)
+    sparse = reader.integers("moe_layers") or range(every - 1, model.num_layers, every)
+    moe = MoeConfig(
+        reader.integer("num_local_experts"),
+        reader.integer("num_experts_per_tok"),
+        size,
+        RoutingConfig("sigmoid_of_chosen", scales_input=True),
+        shared=MlpConfig(size),
+    )
+    return model.with_layers(
+        lambda index, layer: replace(layer, mlp=moe) if index in sparse else layer
+    )
 
 
 @register_family("DbrxForCausalLM", "dbrx")

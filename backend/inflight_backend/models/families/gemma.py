@@ -2,8 +2,14 @@
 
 from dataclasses import replace
 
+from inflight_backend.models.blocks.rope import read_rope
 from inflight_backend.models.checkpoint_files import JsonReader
-from inflight_backend.models.config import ModelConfig, NormConfig, WeightNames
+from inflight_backend.models.config import (
+    AttentionConfig,
+    ModelConfig,
+    NormConfig,
+    WeightNames,
+)
 from inflight_backend.models.families.llama import with_ropes_by_window
 from inflight_backend.models.families.registry import (
     read_activation,
@@ -69,6 +75,58 @@ def gemma3(reader: JsonReader) -> ModelConfig:
     )
     model = _sandwich(reader, windows, "head")
     return with_ropes_by_window(reader, model, local_theta="rope_local_base_freq")
+
+
+@register_family("Gemma4ForCausalLM", "gemma4_text")
+def gemma4(reader: JsonReader) -> ModelConfig:
+    """Dense: norms without the 1, scores that are not scaled, norms of values, a number for each
+    layer; layers without a window have heads of another size and may take keys for values."""
+    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if reader.integer(key, default=0, minimum=0):
+            reader.fail(key, "other than 0 is not supported")
+    if reader.boolean("enable_moe_block", default=False):
+        reader.fail("enable_moe_block", "true is not supported")
+    windows = windows_by_type(reader, reader.integer("sliding_window", default=512))
+    model = read_plain(
+        reader,
+        names=_SANDWICH,
+        tied=True,
+        activation=read_activation(reader, "hidden_activation", "gelu_pytorch_tanh"),
+        windows=windows,
+        qk_norm="head",
+        rope=False,
+        needs_head_dim=True,
+    )
+    is_value_key = reader.boolean("attention_k_eq_v", default=False)
+
+    def change(index: int, attention: AttentionConfig) -> dict[str, object]:
+        own = reader.section("per_layer_config").section(str(index))
+        is_local = attention.window is not None
+        head_dim, num_kv_heads = attention.head_dim, attention.num_kv_heads
+        if not is_local:
+            head_dim = reader.integer("global_head_dim", default=head_dim)
+            key = "num_global_key_value_heads"
+            num_kv_heads = reader.integer(key, default=num_kv_heads)
+        head_dim = own.integer("head_dim", default=head_dim)
+        kind = "sliding_attention" if is_local else "full_attention"
+        return {
+            "head_dim": head_dim,
+            "num_kv_heads": own.integer("num_key_value_heads", default=num_kv_heads),
+            "scale": 1.0,
+            "rope": read_rope(reader, head_dim, kind_of_layer=kind),
+            "has_value_norm": True,
+            "is_value_key": is_value_key and not is_local,
+        }
+
+    model = model.with_attention(change)
+    model = model.with_layers(lambda _, layer: replace(layer, has_scalar=True))
+    key = "final_logit_softcapping"
+    return replace(
+        model,
+        block="sandwich",
+        embedding_scale=model.hidden_size**0.5,
+        final_softcap=reader.number(key) if key in reader else None,
+    )
 
 
 def _sandwich(

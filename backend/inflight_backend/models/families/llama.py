@@ -38,6 +38,13 @@ def arcee(reader: JsonReader) -> ModelConfig:
     return read_plain(reader, gated=False)
 
 
+@register_family("ApertusForCausalLM", "apertus")
+def apertus(reader: JsonReader) -> ModelConfig:
+    """Norms of heads, no gate, xIELU."""
+    names = WeightNames(input_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
+    return read_plain(reader, names=names, qk_norm="head", gated=False, activation="xielu")
+
+
 @register_family("HeliumForCausalLM", "helium")
 def helium(reader: JsonReader) -> ModelConfig:
     """Neighbours turn together; the output projection has no bias."""
