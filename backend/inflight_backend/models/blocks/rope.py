@@ -23,8 +23,8 @@ class RopeConfig:
 
     ``dim``: dimensions of a head that turn, even. ``is_interleaved``: dimension ``2 i`` turns with
     ``2 i + 1``. ``kind``: as ``rope_type`` in config.json; the fields behind it belong to some kinds
-    only. ``attention_factor`` multiplies cosines and sines. ``span``: dimensions that exponents
-    refer to. ``divisors``: of each frequency (longrope).
+    only. ``attention_factor`` multiplies cosines and sines. ``num_turning``: pairs that turn at
+    all, the first ones (proportional). ``divisors``: of each frequency (longrope).
     """
 
     dim: int
@@ -39,7 +39,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     is_truncated: bool = True
     attention_factor: float = 1.0
-    span: int = 0
+    num_turning: int = 0
     divisors: tuple[float, ...] = ()
 
 
@@ -78,12 +78,15 @@ def _frequencies(rope: RopeConfig, num_positions: int) -> Tensor:
         # The theta of a sequence of the served length, so that all sequences share one table.
         stretch = rope.factor * num_positions / rope.original_max_positions - (rope.factor - 1)
         theta *= stretch ** (rope.dim / (rope.dim - 2))
-    exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / (rope.span or rope.dim)
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
     frequencies = 1.0 / (theta**exponents)
     if rope.divisors:
         return frequencies / torch.tensor(rope.divisors)
     if rope.kind == "linear":
         return frequencies / rope.factor
+    if rope.kind == "proportional":
+        frequencies[rope.num_turning :] = 0.0
+        return frequencies
     if rope.kind == "llama3":
         return _llama3(rope, frequencies)
     if rope.kind == "yarn":
@@ -190,8 +193,7 @@ def read_rope(
         default=reader.number("partial_rotary_factor", default=1.0),
     )
     if kind == "proportional":
-        turning = 2 * int(partial * head_dim // 2)
-        return RopeConfig(turning, theta, kind=kind, span=head_dim)
+        return RopeConfig(head_dim, theta, kind=kind, num_turning=int(partial * head_dim // 2))
     dim = dim or int(head_dim * partial)
     rope = RopeConfig(dim, theta, is_interleaved, kind)
     if kind in ("default", "linear"):
