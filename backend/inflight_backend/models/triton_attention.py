@@ -13,7 +13,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from inflight_backend.models.attention import AttentionInputs, AttentionStep, HeadParameters
+from inflight_backend.models.attention import (
+    AttentionInputs,
+    AttentionStep,
+    HeadParameters,
+    RopeTables,
+    make_slopes,
+)
 from inflight_backend.models.config import AttentionConfig, ModelConfig
 from inflight_backend.models.kv_cache import KvPool
 from inflight_kernels.ops.paged_attention_context import paged_attention_context
