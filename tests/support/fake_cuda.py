@@ -1,21 +1,15 @@
-"""A CUDA device where there is none: engines believe in it, and their tensors stay on the CPU.
+"""A CUDA device where there is none: engines take it for one, and their tensors stay on the CPU.
 
-While an engine runs (`Engine.load`, `submit` and what these call, on whatever thread) every tensor
-knows where it would lie: on the device, in page-locked or in other memory of the host. So all
-branches of the engine for a device run, with the kernels interpreted: page-locked buffers, events,
-recorded steps (`replay.Rerun`), the pool's size from free bytes, the overlapped loop.
+While an engine runs (`Engine.load`, `submit` and what these call, on any thread) every tensor knows
+where it would lie: on the device, in page-locked or in other memory of the host. So all branches of
+the engine for a device run, with the kernels interpreted and `Rerun` for graphs. A step fails that
+mixes tensors of device and host, that waits for the device (a number that is read, a shape that
+depends on numbers, a copy from or to pageable memory), or that writes to page-locked memory while a
+copy may still read it. Copies to the host arrive when an event behind them has been waited for.
 
-What it shows: a step that mixes tensors of device and host, that waits for the device (a number
-that is read, a shape that depends on numbers, a copy from or to pageable memory), or that writes to
-page-locked memory while a copy may still read it, fails. Copies to the host arrive when an event
-behind them has been waited for, and not before: until then there is nonsense.
-
-What it cannot show: anything of compiled kernels (speed, alignment, limits of a launch, rounding),
-of real graphs (memory that is reused between them), of streams (there is one, and everything but
-copies to the host happens at once), indices out of bounds that a GPU would not notice, what
-third-party code beside torch does, and bytes: the numbers for memory are made up.
-
-Where there is a GPU nothing is faked: the tests then run on it.
+It cannot show anything of compiled kernels, of real graphs (memory that is reused between them), of
+streams, indices out of bounds, what third-party code beside torch does, and bytes: the numbers for
+memory are invented. Where there is a GPU nothing is faked: the tests then run on it.
 """
 
 from __future__ import annotations
@@ -42,7 +36,7 @@ on_both_devices = pytest.mark.parametrize(
 """Run a test of the engine on the CPU and on the device of this file."""
 
 FREE_BYTES, STEP_BYTES, RESERVED_BYTES = 2**26, 2**20, 3 * 2**20
-"""Made up: of the device, of the largest step, and what is told as in use."""
+"""Invented: of the device, of the largest step, and what is reported as in use."""
 
 _DEVICE, _PINNED, _PAGEABLE = "device", "page-locked memory", "pageable memory"
 _READS = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"}
@@ -68,7 +62,7 @@ class FakeCuda:
         load = Engine.load.__func__  # type: ignore[attr-defined]
         patch.setattr(Engine, "load", classmethod(self.inside(load, False)))
         patch.setattr(engine_module, "CudaCapture", Rerun)
-        # The others are for the compiler, and interpreted they take seconds (test_first_steps.py).
+        # The others are for the compiler, and interpreted they take seconds (test_warmup.py).
         patch.setattr(engine_module, "warm_up", Engine.enqueue)
         patch.setattr(InterpretedFunction, "run", _without_mode(InterpretedFunction.run))
         numbers = {

@@ -15,12 +15,20 @@ VOCAB_SIZE = 11
 EMPTY = -1
 
 
-def draw(text: Sequence[int], end_id: int, min_end_position: int) -> int:
-    """The model: a token that depends on every token of ``text`` and on their order."""
+def _state_of(text: Sequence[int]) -> int:
+    """A number that depends on every token of ``text`` and on their order."""
     state = 17
     for token in text:
         state = (state * 31 + token + 1) % 1_000_003
-    token = state % VOCAB_SIZE
+    return state
+
+
+def draw(
+    text: Sequence[int], end_id: int, min_end_position: int, window_size: int | None = None
+) -> int:
+    """The model: a token that depends on the last ``window_size`` tokens of ``text``; before
+    ``min_end_position`` it is not the end id."""
+    token = _state_of(text if window_size is None else text[-window_size:]) % VOCAB_SIZE
     if token == end_id and len(text) < min_end_position:
         return (token + 1) % VOCAB_SIZE
     return token
@@ -36,30 +44,17 @@ def tokens_alone(
     """What a request generates alone in the engine."""
     text = list(prompt)
     while len(text) < len(prompt) + max_new:
-        text.append(look_back(text, end_id, len(prompt) + min_length, window_size))
+        text.append(draw(text, end_id, len(prompt) + min_length, window_size))
         if text[-1] == end_id:
             break
     return text
-
-
-def look_back(
-    text: Sequence[int], end_id: int, min_end_position: int, window_size: int | None
-) -> int:
-    """`draw` from the last ``window_size`` tokens, and whether the end id is allowed yet."""
-    seen = text if window_size is None else text[-window_size:]
-    token = draw(seen, -1, 0)
-    if token == end_id and len(text) < min_end_position:
-        return (token + 1) % VOCAB_SIZE
-    return token
 
 
 def likely(
     text: Sequence[int], number: int, end_id: int, min_end_position: int
 ) -> list[tuple[int, float]]:
     """The likeliest tokens behind ``text``, which depend on all of it, with log probabilities."""
-    state = 17
-    for token in text:
-        state = (state * 31 + token + 1) % 1_000_003
+    state = _state_of(text)
     return [
         ((state + 3 * place) % VOCAB_SIZE, -(1 + (state // VOCAB_SIZE + 5 * place) % 13) / 4)
         for place in range(number)
@@ -124,10 +119,10 @@ class FakeEngine:
                 table += [EMPTY] * new.index  # shared blocks of beams come with the first move
             assert new.index == len(table), "a hole in a block table"
             table.append(new.block_id)
-        for told in batch.verified:
-            state = self.slots[told.slot]
+        for each in batch.verified:
+            state = self.slots[each.slot]
             assert state.is_open, "verified twice"
-            state.num_cached, state.last_token, state.is_open = told.num_cached, told.token, False
+            state.num_cached, state.last_token, state.is_open = each.num_cached, each.token, False
         drawn = []
         for chunk in batch.context_chunks:
             state = self.slots[chunk.slot]
@@ -213,7 +208,7 @@ class FakeEngine:
             self.candidates[setup.slot] = likely(
                 text, setup.num_candidates, setup.end_id, setup.min_end_position
             )
-        state.last_token = look_back(
+        state.last_token = draw(
             text, state.setup.end_id, state.setup.min_end_position, self.window_size
         )
         return state.last_token

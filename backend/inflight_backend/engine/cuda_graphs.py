@@ -69,9 +69,9 @@ class CudaCapture:
         return graph.replay, tokens
 
     def _close(self) -> None:
-        """What torch leaves undone where the device refuses a recording: its allocator believes for
-        ever that one is under way, so that the next `torch.cuda.empty_cache` is an internal error,
-        and keeps the memory."""
+        """What torch leaves undone where the device refuses a recording: for its allocator one is
+        still under way, so that the next `torch.cuda.empty_cache` is an internal error, and the
+        memory is kept."""
         device = torch.cuda.current_device()
         try:
             torch._C._cuda_endAllocateToPool(device, self._pool)

@@ -13,7 +13,7 @@ tokens.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -44,10 +44,8 @@ from inflight_backend.models.decoder import Decoder
 from inflight_backend.models.kv_cache import CudaMemory, DeviceMemory, KvPool, allocator_bytes
 from inflight_backend.models.layers import Parameter
 from inflight_backend.models.parameters import decoder_parameters, with_found_prefix
-from inflight_backend.models.weights import Checkpoint
+from inflight_backend.models.weights import Checkpoint, OnProgress
 from inflight_scheduler import ContextChunk, ScheduledBatch
-
-OnProgress = Callable[[int, int], None]
 
 _CPU_MEMORY_SHARE = 0.25
 
@@ -55,7 +53,11 @@ _logger = get_logger(__name__)
 
 
 class Engine:
-    """Executes plans. Not thread-safe: one thread owns it."""
+    """Executes plans. Not thread-safe: one thread owns it.
+
+    A `StepEngine` that also copies blocks, verifies drafts (``supports_drafts``), runs beams (up to
+    ``max_beam_width`` rows of a request) and returns outputs beside tokens.
+    """
 
     def __init__(
         self,
@@ -67,9 +69,9 @@ class Engine:
     ) -> None:
         """``config`` is resolved; ``parameters`` are taken over (see `decoder_parameters`).
 
-        ``capture`` records steps; without it they are CUDA graphs on CUDA and run eagerly
-        elsewhere. ``memory`` is what the KV pool shares with the largest step and the recordings:
-        on CUDA that of the GPU, elsewhere nothing is measured.
+        ``capture`` records steps; without it they are CUDA graphs on CUDA and run eagerly on a CPU.
+        ``memory`` is what the KV pool shares with the largest step and the recordings: on CUDA that
+        of the GPU; on a CPU nothing is measured.
         """
         self.config, self.model_config = config, model_config
         self.vocab_size = model_config.vocab_size

@@ -131,6 +131,7 @@ class Recorder:
         self.is_open = self.is_refused = False
         self.num_users = 0  # of the pool's memory
         self.order: list[str] = []
+        self.on_record: Callable[[], None] = lambda: None
         stream = SimpleNamespace(wait_stream=lambda other: self.order.append(f"behind {other}"))
         calls = {
             "graph_pool_handle": lambda: (0, 1),
@@ -155,6 +156,8 @@ class Recorder:
 
     def call(self) -> Tensor:
         self.order.append("recorded" if self.is_open else "run")
+        if self.is_open:
+            self.on_record()
         return torch.zeros(1)
 
     def _begin(self, pool: tuple[int, int], **_: object) -> None:
@@ -196,44 +199,28 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
 
 
-def failing(recorder: Recorder, fail: Callable[[], None]) -> Callable[[], Tensor]:
-    """Fails when it is recorded, not before."""
-
-    def call() -> Tensor:
-        if recorder.is_open:
-            fail()
-        return torch.zeros(1)
-
-    return call
-
-
 def test_a_call_runs_before_it_is_recorded(recorder: Recorder) -> None:
     CudaCapture()(recorder.call)
     assert recorder.order == ["behind default", "run", "recorded"]
     assert (recorder.stream, recorder.is_open, recorder.num_users) == ("default", False, 1)
 
 
-def test_what_the_device_refuses_to_record_leaves_torch_as_it_was(recorder: Recorder) -> None:
-    def synchronize() -> None:
-        recorder.is_refused = True
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+@pytest.mark.parametrize(("is_refused", "num_users"), [(True, 0), (False, 1)])
+def test_a_recording_that_fails_leaves_torch_as_it_was(
+    recorder: Recorder, is_refused: bool, num_users: int
+) -> None:
+    """Memory of a recording that has ended (``is_refused`` False) is released by its graph: done
+    twice, others would lose what they share."""
 
-    with pytest.raises(RuntimeError, match="previous error"):
-        CudaCapture()(failing(recorder, synchronize))
+    def fail() -> None:
+        recorder.is_refused = is_refused
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    recorder.on_record = fail
+    with pytest.raises(RuntimeError, match="previous error" if is_refused else "not permitted"):
+        CudaCapture()(recorder.call)
     recorder.empty_cache()
-    assert (recorder.stream, recorder.num_users) == ("default", 0)
-
-
-def test_memory_of_a_recording_that_has_ended_is_its_own(recorder: Recorder) -> None:
-    """Its graph releases it; done twice, others would lose what they share."""
-
-    def run_out() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        CudaCapture()(failing(recorder, run_out))
-    recorder.empty_cache()
-    assert (recorder.stream, recorder.num_users) == ("default", 1)
+    assert (recorder.stream, recorder.num_users) == ("default", num_users)
 
 
 class RecordedMemory(CountedMemory):
@@ -339,8 +326,8 @@ def serve(engine: Engine) -> tuple[list[list[int]], set[tuple[bool, bool]]]:
         max_num_tokens=MOST,
         chunking=ContextChunking(ContextChunkingPolicy.FIRST_COME_FIRST_SERVED, 4),
     )
-    everybody, active, kinds, num_chunks = list(requests()), list[LlmRequest](), set(), 0
-    waiting = list(everybody)
+    everything, active, kinds, num_chunks = list(requests()), list[LlmRequest](), set(), 0
+    waiting = list(everything)
     while waiting or active:
         active += waiting[:2]
         del waiting[:2]
@@ -355,7 +342,7 @@ def serve(engine: Engine) -> tuple[list[list[int]], set[tuple[bool, bool]]]:
         active = [request for request in active if not request.is_finished]
     assert blocks.reuse_stats.num_reused_blocks
     assert num_chunks
-    answers = [list(request.tokens[request.orig_prompt_len :]) for request in everybody]
+    answers = [list(request.tokens[request.orig_prompt_len :]) for request in everything]
     return answers, kinds
 
 

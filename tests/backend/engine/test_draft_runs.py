@@ -74,7 +74,7 @@ def test_right_and_wrong_drafts_change_no_token(variant: str, small_engine: Smal
 
 @on_both_devices
 def test_drafts_take_turns_with_plain_steps_and_chunks(small_engine: SmallEngine) -> None:
-    """A last chunk with drafts beside others; then who had some goes on without, and a pause."""
+    """A last chunk with drafts beside others; then plain steps of the same jobs, and a pause."""
     engine = small_engine("llama-mha")
     jobs = make_jobs()
     first, second, third = jobs

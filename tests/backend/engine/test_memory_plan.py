@@ -31,7 +31,7 @@ from inflight_backend.engine.memory_plan import (
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.decoder import Decoder
-from inflight_backend.models.layers import Parameter
+from inflight_backend.models.layers import Fp8Weight, Parameter
 from inflight_backend.models.ops import TORCH_OPS
 from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.weights import Checkpoint
@@ -48,12 +48,24 @@ def check_sizes(folder: Path, config: EngineConfig) -> MemoryPlan:
     layers = [engine._pool.layer(index) for index in range(engine.model_config.num_layers)]
     assert engine.num_blocks == made.num_blocks
     assert sum(each.nbytes for pair in layers for each in pair) == made.pool_bytes
-    assert weight_bytes(engine) == made.weight_bytes
     assert engine._cos_sin.nbytes == made.table_bytes
+    tensors: list[torch.Tensor] = []
+    for parameter in load_parameters(folder, engine.config).values():
+        tensors += parameter.rows if isinstance(parameter, Fp8Weight) else [parameter]
+    assert sum(each.nbytes for each in tensors) == made.weight_bytes
     return made
 
 
-# Weights are float16, since those that a CPU packs have no address to know them by.
+def load_parameters(folder: Path, config: EngineConfig) -> dict[str, Parameter]:
+    """What an engine of the resolved ``config`` takes over."""
+    specs, is_fp8 = (
+        decoder_parameters(ModelConfig.from_folder(folder)),
+        config.quantization == "fp8",
+    )
+    with Checkpoint(folder) as opened:
+        return opened.load(specs, config.torch_dtype, config.device, is_fp8=is_fp8)
+
+
 @pytest.mark.parametrize("variant", list(VARIANTS))
 @pytest.mark.case(115)
 def test_the_plan_is_what_the_engine_takes(checkpoint: Folder, variant: str) -> None:
@@ -131,7 +143,7 @@ def test_the_largest_step_is_in_the_plan(hidden: int, intermediate: int) -> None
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what operations make, as long as somebody has it."""
+    """Counts what operations make, as long as it is referenced."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -147,29 +159,6 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, num_bytes: int) -> None:
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
-
-
-def weight_bytes(engine: Engine) -> int:
-    """Bytes of the distinct tensors the decoder holds, without the rope table."""
-    found: dict[int, int] = {}
-
-    def visit(value: Any) -> None:
-        value = getattr(value, "__self__", value)  # a linear that is called by a method
-        if hasattr(value, "data_ptr"):
-            found[value.data_ptr()] = value.nbytes
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                visit(item)
-        elif hasattr(value, "__slots__") or hasattr(value, "__dict__"):
-            names = getattr(value, "__slots__", None) or vars(value)
-            for name in names:
-                visit(getattr(value, name))
-
-    decoder = engine._decoder
-    for name, value in vars(decoder).items():
-        if name not in ("_ops",):
-            visit(value)
-    return sum(found.values())
 
 
 STEP_BYTES, FREE_BYTES = 10_000, 200_000
@@ -205,9 +194,7 @@ def make_engine(
     """As on a GPU with little room: what is free is what ``memory`` says."""
     model = ModelConfig.from_folder(folder)
     config = resolve(config, model)
-    with Checkpoint(folder) as opened:
-        parameters = opened.load(decoder_parameters(model), config.torch_dtype, config.device)
-    return Engine(config, model, parameters, capture, memory)
+    return Engine(config, model, load_parameters(folder, config), capture, memory)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def folder(tmp_path: Path, checkpoint: Folder) -> Path:
 @pytest.fixture
 def sharded(tmp_path: Path, checkpoint: Folder) -> Path:
     """A copy of a checkpoint in several files, to be broken."""
-    return Path(shutil.copytree(checkpoint("qwen2-tied", num_shards=3), tmp_path / "copy"))
+    return Path(shutil.copytree(checkpoint("qwen2-tied", num_shards=3), tmp_path / "sharded"))
 
 
 def rewrite(path: Path, **tensors: Tensor | None) -> None:
