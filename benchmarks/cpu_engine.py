@@ -24,21 +24,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from inflight_backend.engine import Engine, EngineConfig
-from inflight_scheduler import (
-    BatchPlanner,
-    BlockManager,
-    CapacitySchedulerPolicy,
-    LlmRequest,
-    make_scheduler,
-)
+from engine_steps import load_engine, run_steps
+from inflight_scheduler import LlmRequest
 from random_llama import num_parameters, random_llama
 from report import describe_run, write_result
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], Prompts]
 _VOCAB_SIZE = 32_000
-_BLOCK_SIZE = 32
 
 
 def main() -> None:
@@ -113,35 +106,13 @@ def _load_engines(folder: Path, options: argparse.Namespace) -> dict[str, Genera
 
 
 def _ours(folder: Path, most: int, options: argparse.Namespace) -> Generate:
-    length = options.input + options.output
-    num_blocks = most * -(-length // _BLOCK_SIZE)
-    config = EngineConfig(
-        device="cpu",
-        dtype="float32",
-        max_batch_size=most,
-        tokens_per_block=_BLOCK_SIZE,
-        max_tokens_in_paged_kv_cache=num_blocks * _BLOCK_SIZE,
-    )
-    engine = Engine.load(folder, config)
+    engine = load_engine(folder, most, options.input + options.output)
 
     def generate(prompts: Prompts, num_tokens: int) -> Prompts:
-        blocks = BlockManager(engine.num_blocks, engine.tokens_per_block)
-        planner = BatchPlanner(blocks, most)
-        scheduler = make_scheduler(
-            CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
-            blocks,
-            max_batch_size=most,
-            max_num_tokens=engine.max_num_tokens,
-        )
         requests = [LlmRequest(i, prompt, num_tokens) for i, prompt in enumerate(prompts, 1)]
-        active = list(requests)
-        while active:
-            batch = planner.plan(*scheduler.schedule_request(active, ()))
-            for request in planner.update(batch, engine.execute(batch)):
-                if request.is_finished:
-                    planner.release(request)
-            active = [request for request in active if not request.is_finished]
-        return [request.tokens[request.orig_prompt_len :] for request in requests]
+        for _ in run_steps(engine, requests):
+            pass
+        return [list(request.tokens[request.orig_prompt_len :]) for request in requests]
 
     return generate
 

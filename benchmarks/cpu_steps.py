@@ -20,14 +20,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("backend", "scheduler", "kernels", "client", "benchmarks")
-_BLOCK_SIZE = 32
 
 # Keys of a Llama's config.json; the vocabulary comes first.
 MODELS: dict[str, dict[str, Any]] = {
@@ -79,11 +77,11 @@ def main() -> None:
     for row in medians:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
     sys.path[:0] = [str(ROOT / package) for package in _PACKAGES]
-    from report import describe_run, write_result
+    from report import commit_of, describe_run, write_result
 
     result = {
         **describe_run("torch", "numpy"),
-        "before": _commit(options.before),
+        "before": commit_of(options.before),
         "load_average": os.getloadavg(),
         "engines": {name: environment for name, (_, environment) in ENGINES.items()},
         "prompt_tokens": options.input,
@@ -167,21 +165,13 @@ def _ask(worker: subprocess.Popen[str], count: int) -> _Row:
 
 def _work(options: argparse.Namespace) -> None:
     """A worker: for each count that it reads, one round of that many requests, as a JSON line."""
-    from inflight_backend.engine import Engine, EngineConfig
+    from engine_steps import load_engine
 
-    most = max(options.requests)
-    num_blocks = most * -(-(options.input + options.output + 1) // _BLOCK_SIZE)
     checkpoint, dtype = options.worker
-    config = EngineConfig(
-        device="cpu",
-        dtype=dtype,
-        max_batch_size=most,
-        tokens_per_block=_BLOCK_SIZE,
-        max_tokens_in_paged_kv_cache=num_blocks * _BLOCK_SIZE,
-    )
+    num_tokens = options.input + options.output + 1
 
     def run() -> None:
-        engine = Engine.load(Path(checkpoint), config)
+        engine = load_engine(Path(checkpoint), max(options.requests), num_tokens, dtype)
         for line in sys.stdin:
             print(json.dumps(_round(engine, int(line), options)), flush=True)
 
@@ -193,31 +183,14 @@ def _work(options: argparse.Namespace) -> None:
 def _round(engine: Any, count: int, options: argparse.Namespace) -> _Row:
     import torch
 
-    from inflight_scheduler import BatchPlanner, BlockManager, LlmRequest, make_scheduler
-    from inflight_scheduler import CapacitySchedulerPolicy as Policy
+    from engine_steps import run_steps
+    from inflight_scheduler import LlmRequest
 
     generator = torch.Generator().manual_seed(count)
     shape = (count, options.input)
     prompts = torch.randint(engine.vocab_size, shape, generator=generator).tolist()
-    blocks = BlockManager(engine.num_blocks, engine.tokens_per_block)
-    planner = BatchPlanner(blocks, engine.config.max_batch_size)
-    scheduler = make_scheduler(
-        Policy.GUARANTEED_NO_EVICT,
-        blocks,
-        max_batch_size=engine.config.max_batch_size,
-        max_num_tokens=engine.max_num_tokens,
-    )
-    active = [LlmRequest(i, prompt, options.output + 1) for i, prompt in enumerate(prompts, 1)]
-    milliseconds = []
-    while active:
-        batch = planner.plan(*scheduler.schedule_request(active, ()))
-        start = time.perf_counter()
-        tokens = engine.execute(batch)
-        milliseconds.append(1e3 * (time.perf_counter() - start))
-        for request in planner.update(batch, tokens):
-            if request.is_finished:
-                planner.release(request)
-        active = [request for request in active if not request.is_finished]
+    requests = [LlmRequest(i, prompt, options.output + 1) for i, prompt in enumerate(prompts, 1)]
+    milliseconds = [1e3 * seconds for seconds in run_steps(engine, requests)]
     assert len(milliseconds) == options.output + 1, "all prompts fit one step"
     prefill, *decode = milliseconds
     return {
@@ -239,11 +212,6 @@ def _medians(rounds: list[_Row]) -> Iterator[_Row]:
                 for engine in ENGINES
             }
         yield row
-
-
-def _commit(checkout: Path) -> str:
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

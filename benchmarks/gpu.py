@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_BEGAN = time.monotonic()  # before torch is imported: up to 40 s where nobody has read it yet
+_BEGAN = time.monotonic()  # before torch is imported: up to 40 s where its files are not cached yet
 ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = ("backend", "scheduler", "kernels", "client", "benchmarks")
 
@@ -78,10 +78,8 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Run the parts, write the JSON, print the table; the exit status is `_status`'s."""
-    options = _parse()
     sys.path[:0] = [str(ROOT / folder) for folder in _FOLDERS]
-    if options.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it decides then
+    options = _parse()
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # as a server
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if options.part:
@@ -89,7 +87,7 @@ def main() -> None:
         return
     from gpu_parts.report import describe, write
 
-    facts = describe(options.dry_run, "gpu.py")
+    facts = describe(options.dry_run)
     report: dict[str, Any] = {**facts, "parts": {}}
     write(report, options.output)
     if options.output:
@@ -219,24 +217,12 @@ def run_isolated(name: str, options: argparse.Namespace, seconds: float) -> Iter
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three minutes instead of nine")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU, no figures")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
-    parser.add_argument("--seconds", type=float, help="of the whole run, imports included")
-    out = Path(os.environ["OUT"]) / "gpu.json" if os.environ.get("OUT") else None
-    parser.add_argument("--output", type=Path, default=out, help="write JSON here")
-    for name in ("part", "ceilings", "share"):
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if not options.dry_run:
-        import torch
+    from gpu_parts import isolated
 
-        if not torch.cuda.is_available():
-            parser.error("no CUDA device here; --dry-run shows that the script works")
-    return options
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
+    parser.add_argument("--ceilings", help=argparse.SUPPRESS)
+    return isolated.parse(parser, "gpu")
 
 
 def _ceilings(rows: list[Row]) -> str:

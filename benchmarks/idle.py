@@ -1,4 +1,4 @@
-"""What a server that nobody asks costs, and how soon it answers when somebody does.
+"""What an idle server costs, and how soon it answers the next request.
 
     python benchmarks/idle.py --seconds 60 --rounds 5 --compare OTHER/.venv/bin/python
 
@@ -14,7 +14,6 @@ import http.client
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from load import HOST
 from report import describe_run, write_result
-from soak_parts.server import START_SECONDS, free_ports, processes_of
+from servers import HOST, ServeProcess, start_serve
+from soak_parts.server import pids_of
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _SETTLE_SECONDS = 3.0  # after a request: the last numbers are still being published
@@ -49,66 +48,38 @@ class Use:
         return Use(self.seconds + other.seconds, self.num_wakeups + other.num_wakeups)
 
 
-class Server:
-    """A run of ``inflight serve`` on free ports."""
+def first_token_ms(server: ServeProcess) -> float:
+    """Ask for two tokens; milliseconds until the first was here."""
+    began = time.perf_counter()
+    connection = http.client.HTTPConnection(HOST, server.http_port, timeout=60)
+    try:
+        connection.request("POST", "/v2/models/ensemble/generate_stream", _BODY)
+        answer = connection.getresponse()
+        line = answer.readline()
+        seconds = time.perf_counter() - began
+        answer.read()
+    finally:
+        connection.close()
+    if b'"text_output"' not in line:
+        raise ValueError(f"no token: {line!r}")
+    return 1000 * seconds
 
-    def __init__(self, python: Path, models: Sequence[str], scratch: Path) -> None:
-        self._port, *others = free_ports(3)
-        ports = zip(("http", "grpc", "metrics"), (self._port, *others), strict=True)
-        self._process = subprocess.Popen(
-            [
-                *(python, "-m", "inflight_client.cli", "serve"),
-                *(f"--{name}-port={port}" for name, port in ports),
-                *(f"--add={model}" for model in models),
-            ],
-            env={**os.environ, "TMPDIR": str(scratch)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        self._scratch = scratch
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            with suppress(OSError, http.client.HTTPException, ValueError):
-                self.first_token_ms()
-                break
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("inflight serve did not start")
-            time.sleep(0.2)
 
-    def stop(self) -> None:
-        """End it."""
-        self._process.terminate()
-        self._process.wait()
-
-    def first_token_ms(self) -> float:
-        """Ask for two tokens; milliseconds until the first was here."""
-        began = time.perf_counter()
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=60)
-        try:
-            connection.request("POST", "/v2/models/ensemble/generate_stream", _BODY)
-            answer = connection.getresponse()
-            line = answer.readline()
-            seconds = time.perf_counter() - began
-            answer.read()
-        finally:
-            connection.close()
-        if b'"text_output"' not in line:
-            raise ValueError(f"no token: {line!r}")
-        return 1000 * seconds
-
-    def uses(self) -> dict[str, Use]:
-        """By name, of the processes that run now."""
-        return {_name_of(line): _use_of(pid) for pid, line in processes_of(self._scratch).items()}
+def uses(server: ServeProcess) -> dict[str, Use]:
+    """By name, of the processes that run now."""
+    return {name: _use_of(pid) for name, pid in pids_of(server).items()}
 
 
 @contextmanager
-def serving(python: Path, models: Sequence[str]) -> Iterator[Server]:
+def serving(python: Path, models: Sequence[str]) -> Iterator[ServeProcess]:
     """A server that was warmed up."""
     with tempfile.TemporaryDirectory(prefix="idle-") as folder:
-        server = Server(python, models, Path(folder))
+        options = [f"--add={model}" for model in models]
+        server = start_serve(Path(folder), options=options, python=str(python))
         try:
+            server.wait_until_printed("inflight is ready")
             for _ in range(_NUM_WARM):
-                server.first_token_ms()
+                first_token_ms(server)
             yield server
         finally:
             server.stop()
@@ -122,13 +93,13 @@ def measure(python: Path, models: Sequence[str], seconds: float, rounds: int) ->
     with serving(python, models) as server:
         for _ in range(rounds):
             time.sleep(_SETTLE_SECONDS)
-            before, began = server.uses(), time.monotonic()
+            before, began = uses(server), time.monotonic()
             time.sleep(seconds)
-            after = server.uses()
+            after = uses(server)
             idle_seconds += time.monotonic() - began
             for name in before:
                 used[name] = used.get(name, Use(0.0, 0)) + (after[name] - before[name])
-            first_tokens.append(server.first_token_ms())
+            first_tokens.append(first_token_ms(server))
     processes = {
         name: {
             "cpu_percent": round(100 * use.seconds / idle_seconds, 3),
@@ -143,16 +114,6 @@ def measure(python: Path, models: Sequence[str], seconds: float, rounds: int) ->
         "first_token_ms": [round(each, 2) for each in first_tokens],
         "first_token_ms_p50": round(statistics.median(first_tokens), 2),
     }
-
-
-def _name_of(line: str) -> str:
-    """Of the program; of a process of a model that of the model."""
-    program, *arguments = line.split("\0")
-    models = [Path(each).parts[-3] for each in arguments if each.endswith("/model.py")]
-    if models:
-        return models[0]
-    name = Path(program).name
-    return "inflight serve" if name.startswith("python") else name
 
 
 def _use_of(pid: int) -> Use:

@@ -167,7 +167,7 @@ class EventStream:
                 yield json.loads(event[len(_PREFIX) :])
 
     def reset(self) -> None:
-        """Have the kernel tell the server that nobody is there any more."""
+        """Have the kernel tell the server that the client is gone."""
         raw: socket.socket = self._writer.get_extra_info("socket")
         with suppress(OSError):  # it is closed already
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

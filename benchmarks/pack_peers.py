@@ -109,7 +109,7 @@ def _download(folder: Path) -> None:
 
 
 def _unpack(wheel: Path, site: Path) -> None:
-    """A wheel's files as pip would lay them, without those nobody here uses."""
+    """A wheel's files as pip would lay them, without those that are not used here."""
     with zipfile.ZipFile(wheel) as opened:
         for member in opened.infolist():
             if member.is_dir() or any(fnmatch(member.filename, name) for name in _LEFT_OUT):

@@ -1,16 +1,17 @@
 """Our engine beside others on one GPU, in the same run, on the same work, with the same KV cache.
 
-    python benchmarks/peers.py                  everybody, at most 9 minutes, made for one H200
+    python benchmarks/peers.py                  all of them, at most 9 minutes, made for one H200
     python benchmarks/peers.py --quick          at most 3 minutes: attention kernels and vLLM
     python benchmarks/peers.py --peers vllm     some only, with all the time to themselves
     python benchmarks/peers.py --dry-run        tiny, on a CPU; reports no figures
 
 Attention kernels: FlashAttention 3 and FlashInfer on the same tensors. Engines: each runs in a
 process of its own and stays there while ours runs, and they take turns: ours, theirs, ours,
-theirs. Whoever is missing, fails or takes too long has a row that says why. ``pack_peers.py`` puts
-their packages into one archive; unpacked, it is given as ``--site FOLDER`` (default: ``$PEERS``).
-The JSON is written after every row, to ``--output``, else to ``$OUT/peers.json``; those of the
-attention kernels are in ``peers.rows.jsonl`` beside it as soon as they are made.
+theirs. An engine that is missing, fails or takes too long has a row that says why.
+``pack_peers.py`` puts their packages into one archive; unpacked, it is given as ``--site FOLDER``
+(default: ``$PEERS``). The JSON is written after every row, to ``--output``, else to
+``$OUT/peers.json``; those of the attention kernels are in ``peers.rows.jsonl`` beside it as soon as
+they are made.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_BEGAN = time.monotonic()  # before torch is imported: up to 40 s where nobody has read it yet
+_BEGAN = time.monotonic()  # before torch is imported: up to 40 s where its files are not cached yet
 ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = ("backend", "scheduler", "kernels", "client", "benchmarks")
 sys.path[:0] = [str(ROOT / folder) for folder in _FOLDERS]
@@ -65,16 +66,14 @@ _MAX_ROUNDS = 3
 
 
 def main() -> None:
-    """Run everybody, write the JSON after each, print the table."""
+    """Run all engines, write the JSON after each, print the table."""
     options = _parse()
-    if options.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it decides then
     if options.part:
         _run_part(options)
         return
     stop_at = _BEGAN + _all_seconds(options)
     env = _environment(options)
-    report: dict[str, Any] = {**describe(options.dry_run, "peers.py"), "rows": []}
+    report: dict[str, Any] = {**describe(options.dry_run), "rows": []}
     for row in _all_rows(options, env, stop_at):
         report["rows"].append(row)
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
@@ -211,7 +210,7 @@ def _budget(options: argparse.Namespace, folder: Path, variant: str) -> str:
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
-    """Our packages first; nobody may fetch anything or count its users."""
+    """Our packages first; no engine may fetch anything or count its users."""
     path = [str(ROOT / folder) for folder in _FOLDERS]
     path += [str(options.site)] if options.site else []
     path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
@@ -267,24 +266,12 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three minutes instead of nine")
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU, no figures")
     parser.add_argument("--peers", nargs="+", choices=[_ATTENTION, *PEERS], help="only these")
-    parser.add_argument("--seconds", type=float, help="of the whole run, imports included")
     site = Path(os.environ["PEERS"]) if os.environ.get("PEERS") else None
     parser.add_argument("--site", type=Path, default=site, help="folder of the peers' packages")
-    out = Path(os.environ["OUT"]) / "peers.json" if os.environ.get("OUT") else None
-    parser.add_argument("--output", type=Path, default=out, help="write JSON here")
-    for name, kind in (("part", str), ("rows", Path), ("until", float)):
-        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = isolated.parse(parser, "peers")
     if options.site is not None:
         sys.path.append(str(options.site))
-    if not options.dry_run:
-        import torch
-
-        if not torch.cuda.is_available():
-            parser.error("no CUDA device here; --dry-run shows that the script works")
     return options
 
 

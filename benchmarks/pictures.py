@@ -31,10 +31,6 @@ SETTINGS = Settings(CapacitySchedulerPolicy.MAX_UTILIZATION, 4000, 16, 256, 4096
 COST = CostModel(3000.0, 30.0, 2000.0, 200.0, 0.5)
 RATE = 400.0
 COMMANDS = {"replay": "", "svg": "out.svg", "page": "out.html", "trace": "out.json"}
-_RUN = (
-    "import typer; from inflight_server.commands.{0} import {0}; "
-    "app = typer.Typer(); app.command()({0}); app()"
-)
 
 
 def make_recording(num_requests: int, path: Path) -> None:
@@ -49,8 +45,8 @@ def measure(name: str, recording: Path, folder: Path) -> dict[str, Any]:
     output = COMMANDS[name]
     command = "timeline" if output else "replay"
     options = ["-o", str(folder / output)] if output else []
-    code = _RUN.format(command)
-    process = subprocess.Popen([sys.executable, "-c", code, str(recording), *options])
+    inflight = [sys.executable, "-m", "inflight_client.cli"]
+    process = subprocess.Popen([*inflight, command, str(recording), *options])
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, f"{command} failed"
     return {

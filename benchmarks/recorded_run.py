@@ -42,7 +42,7 @@ class _Clients:
         self.is_done = threading.Event()
 
     def get(self, max_num_requests: int) -> list[InferenceRequest]:
-        """Everybody who has come by now, as far as there is room."""
+        """The requests that have arrived by now, as far as there is room."""
         now = time.monotonic() - self._start
         taken: list[InferenceRequest] = []
         while self._waiting and len(taken) < max_num_requests:

@@ -69,7 +69,7 @@ def timed_recorder(costs: list[int]) -> type[FlightRecorder]:
 
 @contextmanager
 def timed_collections(pauses: list[int]) -> Iterator[None]:
-    """Add the nanoseconds of each garbage collection to ``pauses``, whoever brought it about."""
+    """Add the nanoseconds of each garbage collection to ``pauses``, whatever caused it."""
     start = 0
 
     def note(phase: str, _: dict[str, int]) -> None:
@@ -243,7 +243,7 @@ def measure_thousands(num_requests: int, num_iterations: int, *, reuse: bool) ->
         "recorder_us_max": round(max(costs) / 1000, 1),
         "share_percent": round(100 * sum(costs) / sum(turns), 1),
         "collections_us_mean": round(sum(pauses) / num_iterations / 1000, 1),
-        "collections_us_max": round(max(pauses) / 1000, 1),
+        "collections_us_max": round(max(pauses, default=0) / 1000, 1),
         "iterations_in_ring": sum(not line.startswith('{"inf') for line in recorder.lines()),
     }
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ from typing import Any
 import httpx
 
 from report import describe_run, write_result
+from servers import repository_server
 from soak_parts import judge
-from soak_parts.plain_triton import plain_triton
-from soak_parts.server import Footprint
+from soak_parts.server import Footprint, footprint
 
 _WARM = 5  # what a server needs once it has by then
 _MAX_MORE = 2  # threads or descriptors: those of a connection that was just closed
@@ -31,11 +29,10 @@ _MAX_MB_PER_RELOAD = 0.5
 
 def reload_models(times: int) -> dict[str, Any]:
     """What each reload took and left, and ``failures``."""
-    scratch = Path(tempfile.mkdtemp(prefix="reload-"))
     seconds: list[float] = []
     prints: list[Footprint] = []
     loads: list[float] = []
-    with plain_triton(scratch) as triton:
+    with repository_server(server_options=["--model-control-mode=explicit"]) as triton:
         body = {"text_input": "1 2 3", "max_tokens": 20, "stream": False}
         url = f"{triton.http_url}/v2/models/tensorrt_llm/generate"
         for _ in range(times):
@@ -44,12 +41,11 @@ def reload_models(times: int) -> dict[str, Any]:
             seconds.append(time.monotonic() - began)
             answer = httpx.post(url, json=body, timeout=120, trust_env=False)
             answer.raise_for_status()
-            prints.append(triton.footprint())
+            prints.append(footprint(triton.process.pid))
             loads.append(os.getloadavg()[0])
             triton.control("unload")
             triton.wait_for("UNAVAILABLE", seconds=120.0)
-        regions = triton.num_regions()
-    shutil.rmtree(scratch, ignore_errors=True)
+        regions = len(triton.shared_memory())
     warm, last = prints[min(_WARM, times - 1)], prints[-1]
     growth = last.resident_mb - warm.resident_mb
     threads = last.num_threads - warm.num_threads

@@ -20,12 +20,12 @@ def describe_run(*packages: str) -> dict[str, Any]:
     """Date, commit, command, processor and the versions of ``packages``."""
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _commit(),
+        "commit": commit_of(),
         "command": "python " + shlex.join(_relative(arg) for arg in sys.argv),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": {name: _version(name) for name in packages},
     }
 
 
@@ -36,10 +36,21 @@ def write_result(name: str, result: dict[str, Any], output: Path | None = None) 
     return path
 
 
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+def commit_of(checkout: Path = RESULTS) -> str:
+    """The commit of a checkout, marked where it has changes; "unknown" without git."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # a GPU machine may lack git
+        return "unknown"
     return result.stdout.strip() or "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _relative(arg: str) -> str:

@@ -4,7 +4,7 @@ A real request takes its usual way from the sampled token to the tensors of its 
 streams at once: `make_tensors` on the thread of the loop, then `MergedResponse` and `TokenStream`
 on the thread that sends. Only Triton is absent: ``pb_utils.Tensor`` and the send itself cost what
 `serving.py` shows.
-The machine may be shared, and whoever works beside us takes caches away, which can only add: of the
+On a shared machine other work evicts caches, which can only add time: of the
 rounds the least counts; the median is in the result too.
 
     python benchmarks/responses.py --tokens 256 --rounds 9

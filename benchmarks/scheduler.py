@@ -4,15 +4,15 @@
 ``overlapped`` is the same in the loop for a GPU, which plans a step while the one before it runs.
 ``naive`` is the same decision by the rules alone, everything recomputed from every request in each
 iteration, as in the published Python scheduler of TensorRT-LLM. No engine: tokens are constant.
-Times are processor time of the thread. The machine may be shared, and whoever works beside us takes
-caches and memory away, which can only add: all cases are measured ``--repeats`` times in turn, and
-of each the repeat with the least median counts; the medians of all are in the result, and the load
-average (processes that wanted a core).
+Times are processor time of the thread. On a shared machine other work takes caches and memory away,
+which can only add time: all cases are measured ``--repeats`` times in turn, and of each the repeat
+with the least median counts; the medians of all are in the result, and the load average (processes
+that wanted a core).
 
 The load is steady: ``--active`` requests in the generation phase, each with 256 new tokens, at
 evenly spread ages, so one in 256 finishes in every iteration and as many arrive. Prompts have 97
 to 128 tokens, so one request in 32 opens a block; the first 64 tokens are the same for all, which
-block reuse finds. STATIC_BATCH admits nobody while its batch runs, so there the batch only shrinks.
+block reuse finds. STATIC_BATCH admits no request while its batch runs, so there the batch shrinks.
 In rows whose ``pool`` is below 1 the pool holds that share of what all requests need to completion:
 under GUARANTEED_NO_EVICT the others wait, under MAX_UTILIZATION some are paused every few
 iterations, which the mean and the 99th percentile show and the median hides.

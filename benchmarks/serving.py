@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from inflight_backend import (
 from inflight_server.serve.settings import DEMO_MODEL
 from load import Round, Trace, run_streams
 from report import describe_run, write_result
+from servers import start_serve
 
 ROOT = Path(__file__).resolve().parents[1]
 POOL_TOKENS = 131_072
@@ -104,16 +103,11 @@ class EngineAlone:
 class Served:
     """The same through `inflight serve`."""
 
-    def __init__(self, prompt_ids: Sequence[int], max_batch_size: int, port: int) -> None:
+    def __init__(self, prompt_ids: Sequence[int], max_batch_size: int, scratch: Path) -> None:
         self._prompt_ids = list(prompt_ids)
-        self._port = port
-        command = [sys.executable, "-m", "inflight_client.cli", "serve"]
-        command += ["--http-port", str(port), "--grpc-port", str(port + 1)]
-        command += ["--metrics-port", str(port + 2)]
-        command += ["--set", f"max_batch_size={max_batch_size}"]
-        command += ["--set", f"max_tokens_in_paged_kv_cache={POOL_TOKENS}"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        self._wait_until_ready()
+        settings = {"max_batch_size": max_batch_size, "max_tokens_in_paged_kv_cache": POOL_TOKENS}
+        self._server = start_serve(scratch, settings=settings)
+        self._server.wait_until_printed("inflight is ready")
 
     def run(self, num_streams: int, num_tokens: int) -> Round:
         """All streams at once, each on its own connection."""
@@ -123,20 +117,11 @@ class Served:
             "request_output_len": num_tokens,
             "streaming": True,
         }
-        return asyncio.run(run_streams(self._port, num_streams, values))
+        return asyncio.run(run_streams(self._server.http_port, num_streams, values))
 
     def close(self) -> None:
         """Stop the server."""
-        self._process.terminate()
-        self._process.wait(60)
-
-    def _wait_until_ready(self) -> None:
-        while self._process.poll() is None:
-            with suppress(OSError, EOFError, ValueError):
-                self.run(1, 2)
-                return
-            time.sleep(0.2)
-        raise SystemExit("inflight serve did not start")
+        self._server.stop()
 
 
 def _median(rounds: Sequence[Round]) -> dict[str, float]:
@@ -179,12 +164,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of each stream")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--port", type=int, default=8940, help="and the two after it")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     prompt_ids = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode(PROMPT).ids
     alone = EngineAlone(prompt_ids, max(args.streams))
-    served = Served(prompt_ids, max(args.streams), args.port)
+    scratch = tempfile.TemporaryDirectory(prefix="serving-")
+    served = Served(prompt_ids, max(args.streams), Path(scratch.name))
     rows = []
     try:
         for num_streams in args.streams:
@@ -200,6 +185,7 @@ def main() -> None:
             )
     finally:
         served.close()
+        scratch.cleanup()
         alone.close()
     result = describe_run("torch", "numpy", "nvidia-pytriton", "tritonclient")
     result |= {"tokens_per_stream": args.tokens, "rounds": args.rounds, "rows": rows}

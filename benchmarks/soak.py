@@ -258,7 +258,7 @@ class PolicySoak:
         return is_back
 
     async def _quiet(self, when: str, names: Sequence[str]) -> dict[str, Footprint]:
-        """Nobody asks anything: within seconds nothing may be held any more, nor the last ids, nor
+        """No request is sent: within seconds nothing may be held any more, nor the last ids, nor
         a place in the queue."""
         await self._wait_until_free(when)
         await self._check_ids(when, names[-20:])
@@ -291,7 +291,7 @@ class PolicySoak:
         self._findings.failures += [f"{when}: {failure}" for failure in failures]
 
     async def _check_queue(self, when: str) -> None:
-        """Nobody waits there; what a client has left behind may take a moment to be gone."""
+        """It must be empty; what a client has left behind may take a moment to be gone."""
         findings = self._findings
         deadline = time.monotonic() + _QUEUE_SECONDS
         forgotten, errors = -1, list[str]()

@@ -30,22 +30,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from inflight_backend.engine import Engine, EngineConfig
+from engine_steps import Guess, load_engine, run_steps
+from inflight_backend.engine import Engine
 from inflight_backend.speculative.drafter import Drafter, SpeculativeDecodingConfig
-from inflight_scheduler import (
-    ActiveRequests,
-    BatchPlanner,
-    BlockManager,
-    CapacitySchedulerPolicy,
-    LlmRequest,
-    SamplingParams,
-    make_scheduler,
-)
+from inflight_scheduler import BlockManager, LlmRequest, SamplingParams
 from random_llama import num_parameters, random_llama
 from report import describe_run, write_result
 
 _VOCAB_SIZE = 16_000
-_BLOCK_SIZE = 32
 _PERIOD = 24
 _NUM_PROMPT = 16
 _TEXTS = ("repeats", "misleads", "new")
@@ -71,7 +63,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         size = _write_checkpoints(Path(folder))
         for text in _TEXTS:
-            engine = _load(Path(folder) / ("cycle" if text == "repeats" else "plain"), options)
+            checkpoint = Path(folder, "cycle" if text == "repeats" else "plain")
+            engine = load_engine(checkpoint, max(options.requests), _NUM_PROMPT + options.output)
             rows += [_measure(engine, text, count, options) for count in options.requests]
     _print(rows)
     result = {
@@ -121,21 +114,6 @@ def _write_checkpoints(folder: Path) -> int:
     return num_parameters(model)
 
 
-def _load(folder: Path, options: argparse.Namespace) -> Engine:
-    most = max(options.requests)
-    num_blocks = most * -(-(_NUM_PROMPT + options.output) // _BLOCK_SIZE)
-    return Engine.load(
-        folder,
-        EngineConfig(
-            device="cpu",
-            dtype="float32",
-            max_batch_size=most,
-            tokens_per_block=_BLOCK_SIZE,
-            max_tokens_in_paged_kv_cache=num_blocks * _BLOCK_SIZE,
-        ),
-    )
-
-
 def _measure(
     engine: Engine, text: str, num_requests: int, options: argparse.Namespace
 ) -> dict[str, Any]:
@@ -179,33 +157,17 @@ def _make_requests(text: str, num_requests: int, num_new: int) -> list[LlmReques
 
 def _run(engine: Engine, text: str, num_requests: int, num_new: int, is_on: bool) -> Run:
     """All requests from their contexts to their last tokens; the clock starts after the former."""
-    blocks = BlockManager(engine.num_blocks, engine.tokens_per_block)
-    active = ActiveRequests(blocks)
-    planner = BatchPlanner(blocks, engine.config.max_batch_size, active)
-    drafter = Drafter(_CONFIG, blocks, engine.max_num_tokens, lambda request: False)
-    scheduler = make_scheduler(
-        CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
-        blocks,
-        max_batch_size=engine.config.max_batch_size,
-        max_num_tokens=engine.max_num_tokens,
-    )
+
+    def make_guess(blocks: BlockManager) -> Guess:
+        return Drafter(_CONFIG, blocks, engine.max_num_tokens, lambda request: False).guess
+
     requests = _make_requests(text, num_requests, num_new)
-    for request in requests:
-        active.add(request)
-    num_steps, start = 0, 0.0
-    while active:
-        if num_steps == 1:
-            start = time.process_time()
-        if is_on:
-            drafter.guess(active)
-        batch = planner.plan(*scheduler.schedule_request(active, ()))
-        for request in planner.update(batch, engine.execute(batch)):
-            if request.is_finished:
-                planner.release(request)
-                active.remove(request)
-        num_steps += 1
+    steps = run_steps(engine, requests, make_guess if is_on else None)
+    next(steps)
+    start = time.process_time()
+    num_steps = 1 + sum(1 for _ in steps)
     return Run(
-        [request.tokens[request.orig_prompt_len :] for request in requests],
+        [list(request.tokens[request.orig_prompt_len :]) for request in requests],
         time.process_time() - start,
         num_steps,
         sum(request.num_verified_drafts for request in requests),

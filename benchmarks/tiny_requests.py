@@ -53,9 +53,8 @@ class _MallocInfo(ctypes.Structure):
     )
 
 
-def serve_tiny(num_requests: int) -> dict[str, Any]:
-    """Memory over ``num_requests``, after a warm-up, and ``failures``."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+def serve_tiny(num_requests: int, num_warm: int) -> dict[str, Any]:
+    """Memory over ``num_requests``, after a warm-up of ``num_warm``, and ``failures``."""
     from support.triton_harness import Server
     from support.triton_stub import CountingEngine, FakePbUtils
 
@@ -69,7 +68,7 @@ def serve_tiny(num_requests: int) -> dict[str, Any]:
     samples: list[_Sample] = []
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), engine, max_batch_size=str(_CROWD))
-        _send(server, engine, _NUM_WARM_REQUESTS)
+        _send(server, engine, num_warm)
         began = time.monotonic()
         samples.append(_sample(server, 0))
         for number in range(_NUM_SAMPLES):
@@ -140,11 +139,8 @@ def _sample(server: Any, num_requests: int) -> _Sample:
 
 
 def _ring_bytes(recorder: Any) -> int:
-    """What is held for the iterations in the ring: themselves, and which texts agreed when."""
-    segments = list(recorder._segments)
-    held = [segment.cache.parts.numbers for segment in segments] + [recorder._texts._parts._numbers]
-    texts = {id(numbers): sys.getsizeof(numbers) for numbers in held}
-    return int(sum(segment.num_bytes for segment in segments)) + sum(texts.values())
+    """What is held for the iterations in the ring."""
+    return sum(int(chunk.num_bytes) for chunk in recorder._ring)
 
 
 def _given_out() -> float:
@@ -159,10 +155,11 @@ def main() -> int:
     """Run and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=1_000_000)
+    parser.add_argument("--warm-up", type=int, default=_NUM_WARM_REQUESTS, help="requests")
     parser.add_argument("-o", "--output", type=Path, help="default: results/tiny_requests.json")
     options = parser.parse_args()
     result = describe_run("numpy")
-    result.update(serve_tiny(options.requests))
+    result.update(serve_tiny(options.requests, options.warm_up))
     path = write_result("tiny_requests", result, options.output)
     print(f"{path.name}: {result['growth_bytes_per_request']} bytes per request")
     for failure in result["failures"]:

@@ -94,7 +94,6 @@ def one_round(
                 changed,
                 workload.jobs,
                 cost.scaled(factor),
-                hash_tokens=workload.tokens_per_block,
             )
             for factor in (1.0, 0.9, 1.1)
         )

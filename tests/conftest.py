@@ -13,18 +13,19 @@ import pytest
 
 import scheduler  # noqa: F401 - the folder: later benchmarks/scheduler.py could be found in its place
 
-# Triton reads this when it is first imported, whoever does that: without a GPU, kernels run on the
-# CPU in the tests. (A machine that shows its GPU elsewhere sets it to 0.)
+# Triton reads this when any module first imports it: without a GPU, kernels run on the CPU in the
+# tests. (A machine that shows its GPU in another place sets it to 0.)
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the servers: they share the cores
 
 # The largest pieces of work: with several processes they start first, so that no process waits for
 # another's at the end.
 _FIRST = (
     "e2e",
     "test_compile.py",
-    "test_peers_benchmark.py",
-    "test_gpu_benchmark.py",
+    "test_benchmarks.py",
     "engine",
     "kernels",
 )

@@ -1,4 +1,4 @@
-"""What the tools that write pages of docs/ share: tables, and the choice to write or to compare."""
+"""What the tools that write pages of docs/ share: tables, the tests and their marks, writing."""
 
 from __future__ import annotations
 
@@ -21,21 +21,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, is_numeric: boo
     return "\n".join(lines) + "\n"
 
 
-def write_or_check(description: str | None, name: str, render: Callable[[str], str]) -> int:
-    """Write docs/``name`` as ``render`` makes it of its old text, or with ``--check`` compare; the
-    exit code."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+def write(description: str | None, name: str, render: Callable[[str], str]) -> None:
+    """Command line: write docs/``name`` as ``render`` makes it of its old text."""
+    argparse.ArgumentParser(description=description).parse_args()
     page = ROOT / "docs" / name
-    old = page.read_text(encoding="utf-8") if page.exists() else ""
-    new = render(old)
-    if not parser.parse_args().check:
-        page.write_text(new, encoding="utf-8")
-    elif old != new:
-        tool = f"tools/write_{page.stem}_docs.py"
-        print(f"docs/{name} is out of date: run python {tool}")
-        return 1
-    return 0
+    page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def all_tests() -> Iterator[tuple[str, ast.FunctionDef]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+from page import ROOT, table
+
+RESULTS = ROOT / "benchmarks" / "results"
 
 _MODEL, _SERVER = "triton_python_backend_stub", "tritonserver"
 _LAUNCHER, _RELAY = "inflight serve", "tensorrt_llm_bls"
@@ -68,7 +69,7 @@ def _soak(result: dict[str, Any]) -> str:
         "quarter of the KV cache that those can need. The warm-up lasts until the recorder's ring "
         "has been filled four times, and for twelve minutes; "
         f"flat means less than {_flat(result)} after it.\n\n"
-        + _table(("", *(part["policy"] for part in parts)), rows)
+        + table(("", *(part["policy"] for part in parts)), rows)
         + f"\nBroken promises: **{failures}**. {_origin(result, 'soak')}\n"
     )
 
@@ -195,8 +196,3 @@ def _origin(result: dict[str, Any], name: str) -> str:
         f"{result['commit']}, {result['processor']}, {result['cores']} cores; {versions}. "
         f"[{name}.json](../benchmarks/results/{name}.json)"
     )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"

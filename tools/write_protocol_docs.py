@@ -1,11 +1,10 @@
-"""Write docs/protocol.md from the table `inflight_protocol`; ``--check`` only compares."""
+"""Write docs/protocol.md from the table `inflight_protocol`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
-from page import table, write_or_check
+from page import table, write
 
 import inflight_protocol as protocol
 from inflight_protocol import ParameterSpec, TensorSpec
@@ -23,8 +22,8 @@ request which carries the tensor ends with an error that names it, unless its va
 """
 
 
-def render() -> str:
-    """The whole page."""
+def render(old: str) -> str:
+    """The whole page, whatever ``old`` was."""
     renamed = "\n".join(
         f"- `{new}` is another name of `{old}`; sending both is an error."
         for new, old in protocol.RENAMED_INPUTS.items()
@@ -79,10 +78,5 @@ def _parameter_row(spec: ParameterSpec) -> tuple[str, ...]:
     return (f"`{spec.name}`", spec.default or "not set", values, meaning)
 
 
-def main() -> int:
-    """Write the page, or with ``--check`` fail if it is not what the table says."""
-    return write_or_check(__doc__, "protocol.md", lambda old: render())
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    write(__doc__, "protocol.md", render)

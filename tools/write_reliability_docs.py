@@ -1,4 +1,4 @@
-"""Fill docs/reliability.md: figures of reports, and the tests of each case; ``--check`` compares.
+"""Fill docs/reliability.md: figures of reports, and the tests of each case.
 
 The cases are on the page; their numbers are stable, and a test claims one with
 ``@pytest.mark.case(56, 57)``. A case about a feature that is not there says so in place of tests.
@@ -7,12 +7,11 @@ The cases are on the page; their numbers are stable, and a test claims one with
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import reliability_figures
-from page import all_tests, marks, write_or_check
+from page import all_tests, marks, write
 
 MARK = "<!-- the rest: python tools/write_reliability_docs.py -->"
 _ROW = re.compile(r"^\| (\d+) \| (.*?) \| (.*?) \|$", re.MULTILINE)
@@ -54,4 +53,4 @@ def _filled(row: re.Match[str], tests: Mapping[int, Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(__doc__, "reliability.md", render))
+    write(__doc__, "reliability.md", render)

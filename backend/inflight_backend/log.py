@@ -17,11 +17,11 @@ _TELLING = frozenset({"MemoryError", "OutOfMemoryError", "AcceleratorError"})
 def get_logger(name: str) -> logging.Logger:
     """The logger ``name``, which leaves out the messages of exceptions."""
     logger = logging.getLogger(name)
-    logger.addFilter(_leave_out_messages)
+    logger.addFilter(leave_out_messages)
     return logger
 
 
-def _leave_out_messages(record: logging.LogRecord) -> bool:
+def leave_out_messages(record: logging.LogRecord) -> bool:
     """Put our text of the exception where formatters look for a cached one."""
     if record.exc_info and record.exc_info[1] is not None:
         error, record.exc_info = record.exc_info[1], None

@@ -1,11 +1,12 @@
 """A part of a benchmark in processes of its own: what it breaks or hangs on costs itself only.
 
 They append their rows to one file, a line each, the moment a row is made: whatever is killed, the
-processes or whoever started them, the file has what was measured.
+processes or the script that started them, the file has what was measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -22,6 +23,30 @@ GRACE = 5  # seconds a part gets to end by itself
 _MOST = 8000  # characters of its stderr: a recording that fails takes some 4,000 to say where
 
 Row = dict[str, Any]
+
+
+def parse(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
+    """The options of a script whose parts run so, besides those that ``parser`` has: how much to
+    run, where to write (in ``$OUT`` if that is set), and what `run_isolated` gives to a part.
+
+    An error where there is no GPU, unless the run is dry.
+    """
+    parser.add_argument("--quick", action="store_true", help="three minutes instead of nine")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU, no figures")
+    parser.add_argument("--seconds", type=float, help="of the whole run, imports included")
+    out = Path(os.environ["OUT"]) / f"{name}.json" if os.environ.get("OUT") else None
+    parser.add_argument("--output", type=Path, default=out, help="write JSON here")
+    for option, kind in (("part", str), ("rows", Path), ("until", float), ("share", str)):
+        parser.add_argument(f"--{option}", type=kind, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it decides then
+        return options
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device here; --dry-run shows that the script works")
+    return options
 
 
 def keep_row(file: Path, part: str, process: int, row: Row) -> None:

@@ -238,7 +238,7 @@ def _fill(setting: Setting, engine: Engine, num_slots: int, length: int, num_blo
 
 
 def _blocks(slots: list[int], length: int) -> tuple[BlockAssignment, ...]:
-    """The first blocks of the pool; whoever comes next computes them anew."""
+    """The first blocks of the pool; the next batch computes them again."""
     return tuple(
         BlockAssignment(slot, index, index)
         for slot in slots

@@ -1,7 +1,4 @@
-"""Bias and penalties in every row (K3): microseconds and GB/s, all that must be read and written.
-
-python -m kernel_ops.bench_adjust_logits --output adjust_logits.json [--dry-run]
-"""
+"""Bias and penalties in every row (K3): microseconds and GB/s of all that is read and written."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main, num_bytes
+from kernel_ops.harness import Row, Setting, num_bytes
 
 
 def rows(setting: Setting) -> Iterator[Row]:
@@ -37,7 +34,3 @@ def rows(setting: Setting) -> Iterator[Row]:
             baselines = {"torch": partial(reference.adjust_logits, *arguments)}
             size = 2 * num_bytes(logits) + num_bytes(bias) + num_bytes(counts)
             yield Row(parameters, partial(adjust_logits, *arguments), size, 0, baselines)
-
-
-if __name__ == "__main__":
-    main("adjust_logits", rows)

@@ -1,7 +1,4 @@
-"""Bans in every row (K3): microseconds and GB/s, each text read once.
-
-python -m kernel_ops.bench_ban_tokens --output ban_tokens.json [--dry-run]
-"""
+"""Bans in every row (K3): microseconds and GB/s, each text read once."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main, num_bytes
+from kernel_ops.harness import Row, Setting, num_bytes
 
 _WORDS_PER_ROW, _WIDTH = 16, 4
 
@@ -39,7 +36,3 @@ def rows(setting: Setting) -> Iterator[Row]:
             ban_words, logits, slots.int(), lengths, words, word_lengths, owners, history
         )
         yield Row({**parameters, "kind": f"{_WORDS_PER_ROW} words"}, bans, 2 * num_bytes(words))
-
-
-if __name__ == "__main__":
-    main("ban_tokens", rows)

@@ -1,7 +1,4 @@
-"""Copying cache blocks in all layers (K3): microseconds and GB/s, read plus written.
-
-python -m kernel_ops.bench_copy_blocks --output copy_blocks.json [--dry-run]
-"""
+"""Copying cache blocks in all layers (K3): microseconds and GB/s, read plus written."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main, num_bytes
+from kernel_ops.harness import Row, Setting, num_bytes
 from kernel_ops.paged_batch import LLAMA_8B, TINY
 
 _BLOCK = 64
@@ -30,7 +27,3 @@ def rows(setting: Setting) -> Iterator[Row]:
         origins = torch.arange(count, dtype=torch.int32, device=setting.device)
         call = partial(copy_blocks, cache, cache, origins, origins + count)
         yield Row({"shape": heads.name, "blocks": count}, call, num_bytes(cache))
-
-
-if __name__ == "__main__":
-    main("copy_blocks", rows)

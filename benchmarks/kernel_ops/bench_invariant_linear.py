@@ -1,7 +1,4 @@
-"""The linear of the deterministic mode beside the library's: what the mode costs.
-
-python -m kernel_ops.bench_invariant_linear --output linear.json [--dry-run]
-"""
+"""The linear of the deterministic mode beside the library's: what the mode costs."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from kernel_ops.harness import Row, Setting, main, num_bytes
+from kernel_ops.harness import Row, Setting, num_bytes
 from kernel_ops.token_shapes import token_shapes
 
 
@@ -33,7 +30,3 @@ def rows(setting: Setting) -> Iterator[Row]:
             2 * shape.num_tokens * shape.hidden * shape.intermediate,
             {"torch": partial(functional.linear, x, weight)},
         )
-
-
-if __name__ == "__main__":
-    main("invariant_linear", rows)

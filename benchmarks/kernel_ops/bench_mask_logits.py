@@ -1,7 +1,4 @@
-"""A token mask in every row (K3): microseconds and GB/s, all that must be read and written.
-
-python -m kernel_ops.bench_mask_logits --output mask_logits.json [--dry-run]
-"""
+"""A token mask in every row (K3): microseconds and GB/s, all that must be read and written."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main, num_bytes
+from kernel_ops.harness import Row, Setting, num_bytes
 
 
 def rows(setting: Setting) -> Iterator[Row]:
@@ -31,7 +28,3 @@ def rows(setting: Setting) -> Iterator[Row]:
             baselines = {"torch": partial(reference.mask_logits, logits, masks)}
             size = 2 * num_bytes(logits) + num_bytes(masks)
             yield Row(parameters, partial(mask_logits, logits, masks), size, 0, baselines)
-
-
-if __name__ == "__main__":
-    main("mask_logits", rows)

@@ -1,7 +1,4 @@
-"""Context attention (K2): TFLOP/s of whole prompts, many prompts, and a mixed batch.
-
-python -m kernel_ops.bench_paged_attention_context --output k2.json [--sweep | --dry-run]
-"""
+"""Context attention (K2): TFLOP/s of whole prompts, many prompts, and a mixed batch."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from kernel_ops.harness import Call, Row, Setting, main, num_bytes
+from kernel_ops.harness import Call, Row, Setting, num_bytes
 from kernel_ops.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch, make_batch
 
 _BLOCK = 64
@@ -120,7 +117,3 @@ def _sdpa(batch: PagedBatch, heads: Heads, work: _Work) -> Call:
         is_causal=True,
         enable_gqa=is_gqa,
     )
-
-
-if __name__ == "__main__":
-    main("paged_attention_context", rows)

@@ -1,7 +1,4 @@
-"""Generation attention (K1): GB/s over batch, context, GQA and MHA, bfloat16 and FP8 cache.
-
-python -m kernel_ops.bench_paged_attention_generation --output k1.json [--sweep | --dry-run]
-"""
+"""Generation attention (K1): GB/s over batch, context, GQA and MHA, bfloat16 and FP8 cache."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from kernel_ops.harness import Call, Row, Setting, main
+from kernel_ops.harness import Call, Row, Setting
 from kernel_ops.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch, make_batch
 
 # More would not fit beside the weights either: 48 GiB of cache per row of the table.
 _MAX_CACHE_BYTES = 48 * 2**30
 _BLOCK = 64
-# Tokens of a block if nobody says otherwise: half a tile. At these (batch, context) it is measured
+# Tokens of a block by default: half a tile. At these (batch, context) it is measured
 # beside blocks of a whole one; as is the layout with heads first, in which a tile is one piece of
 # memory instead of one for each token. Both run the code that is compiled for the others.
 _DEFAULT_BLOCK, _COMPARED_AT = 32, {(1, 1024), (64, 1024), (256, 1024), (8, 16_384)}
@@ -179,7 +176,3 @@ def _sdpa(batch: PagedBatch, heads: Heads, lengths: list[int]) -> Call:
     query = batch.query[:, :, None]  # [B, H, 1, D]
     is_gqa = heads.num_heads != heads.num_kv_heads
     return partial(functional.scaled_dot_product_attention, query, key, value, enable_gqa=is_gqa)
-
-
-if __name__ == "__main__":
-    main("paged_attention_generation", rows)

@@ -1,7 +1,4 @@
-"""Rows to FP8 (K3), as wide as what attention finds: microseconds and GB/s.
-
-python -m kernel_ops.bench_quantize_fp8 --output quantize_fp8.json [--dry-run]
-"""
+"""Rows to FP8 (K3), as wide as what attention finds: microseconds and GB/s."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main
+from kernel_ops.harness import Row, Setting
 from kernel_ops.token_shapes import token_shapes
 
 
@@ -24,7 +21,3 @@ def rows(setting: Setting) -> Iterator[Row]:
         x = torch.randn(size, dtype=torch.bfloat16, device=setting.device)
         read = x.numel() * x.element_size()
         yield Row({**shape.parameters, "op": "quantize"}, partial(quantize_fp8, x), read * 3 // 2)
-
-
-if __name__ == "__main__":
-    main("quantize_fp8", rows)

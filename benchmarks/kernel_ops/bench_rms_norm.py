@@ -1,7 +1,4 @@
-"""RMS norm, with residual and with FP8 output (K3): microseconds and GB/s.
-
-python -m kernel_ops.bench_rms_norm --output rms_norm.json [--dry-run]
-"""
+"""RMS norm, with residual and with FP8 output (K3): microseconds and GB/s."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main
+from kernel_ops.harness import Row, Setting
 from kernel_ops.token_shapes import token_shapes
 
 
@@ -33,7 +30,3 @@ def rows(setting: Setting) -> Iterator[Row]:
         yield Row({**labels, "op": "add"}, partial(add_rms_norm, *add), 4 * one, 0, add_peer)
         yield Row({**labels, "op": "norm fp8"}, partial(rms_norm_fp8, *norm), one + one // 2)
         yield Row({**labels, "op": "add fp8"}, partial(add_rms_norm_fp8, *add), 3 * one + one // 2)
-
-
-if __name__ == "__main__":
-    main("rms_norm", rows)

@@ -1,7 +1,4 @@
-"""Rotary embedding fused with the cache write (K3): microseconds and GB/s.
-
-python -m kernel_ops.bench_rope_write_kv --output rope_write_kv.json [--dry-run]
-"""
+"""Rotary embedding fused with the cache write (K3): microseconds and GB/s."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main, num_bytes
+from kernel_ops.harness import Row, Setting, num_bytes
 from kernel_ops.token_shapes import token_shapes
 
 _BLOCK = 64
@@ -49,7 +46,3 @@ def rows(setting: Setting) -> Iterator[Row]:
                     "cache": str(dtype).removeprefix("torch."),
                 }
                 yield Row(parameters, partial(rope_write_kv, *arguments, *weights), moved)
-
-
-if __name__ == "__main__":
-    main("rope_write_kv", rows)

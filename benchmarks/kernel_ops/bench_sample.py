@@ -1,7 +1,4 @@
-"""Sampling (K3): microseconds and GB/s (logits read once), by what the rows ask for.
-
-python -m kernel_ops.bench_sample --output sample.json [--dry-run]
-"""
+"""Sampling (K3): microseconds and GB/s (logits read once), by what the rows ask for."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main, num_bytes
+from kernel_ops.harness import Row, Setting, num_bytes
 
 _KINDS = {
     "greedy": (0.0, 0, 0.0),
@@ -43,7 +40,3 @@ def rows(setting: Setting) -> Iterator[Row]:
                 )
                 parameters = {"vocabulary": vocabulary, "batch": batch, "kind": kind}
                 yield Row(parameters, partial(sample, *arguments), num_bytes(logits))
-
-
-if __name__ == "__main__":
-    main("sample", rows)

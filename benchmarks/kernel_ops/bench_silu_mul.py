@@ -1,7 +1,4 @@
-"""The gated activation, and with FP8 output (K3): microseconds and GB/s.
-
-python -m kernel_ops.bench_silu_mul --output silu_mul.json [--dry-run]
-"""
+"""The gated activation, and with FP8 output (K3): microseconds and GB/s."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernel_ops.harness import Row, Setting, main
+from kernel_ops.harness import Row, Setting
 from kernel_ops.token_shapes import token_shapes
 
 
@@ -28,7 +25,3 @@ def rows(setting: Setting) -> Iterator[Row]:
         labels = shape.parameters
         yield Row({**labels, "op": "silu"}, partial(silu_mul, gate_up), read + read // 2, 0, peer)
         yield Row({**labels, "op": "silu fp8"}, partial(silu_mul_fp8, gate_up), read + read // 4)
-
-
-if __name__ == "__main__":
-    main("silu_mul", rows)

@@ -1,24 +1,11 @@
-"""What the kernel benchmarks share: timing, figures per row, a table and JSON.
-
-On a CUDA device every row is timed with events, the L2 cache cleared before each call, median
-taken. ``--dry-run`` runs tiny shapes once in Triton's interpreter on a CPU, to show that the script
-works; it reports no figures.
-"""
+"""What the kernel benchmarks share: rows, settings, and the time of a call on the device."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -54,54 +41,6 @@ class Setting:
 
 
 Rows = Callable[[Setting], Iterator[Row]]
-
-
-def main(op: str, rows: Rows) -> None:
-    """Command line of one benchmark: run its rows, print a table, write JSON."""
-    run_all({op: rows}, __doc__)
-
-
-def run_all(benchmarks: Mapping[str, Rows], description: str | None) -> None:
-    """Command line over several benchmarks."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="tiny shapes, interpreted, no figures"
-    )
-    parser.add_argument("--sweep", action="store_true", help="try tiles beside the chosen one")
-    parser.add_argument("--output", type=Path, help="write JSON here")
-    arguments = parser.parse_args()
-    if arguments.dry_run:
-        # Before anything imports triton: it decides when it decorates its kernels.
-        os.environ["TRITON_INTERPRET"] = "1"
-    elif not torch.cuda.is_available():
-        parser.error("no CUDA device here; --dry-run shows that the script works")
-    device = torch.device("cpu" if arguments.dry_run else "cuda")
-    setting = Setting(device, arguments.dry_run, arguments.sweep)
-    torch.manual_seed(0)
-    report = {**environment(setting), "ops": {}}
-    for op, rows in benchmarks.items():
-        sys.stdout.write(f"{op}\n")
-        # A map holds no row while the next is made: of some, two do not fit the GPU.
-        report["ops"][op] = list(map(partial(_measured, setting), rows(setting)))
-    if arguments.output:
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def environment(setting: Setting) -> dict[str, Any]:
-    """Versions, the device, and the copy bandwidth it reaches (bytes read plus written)."""
-    facts: dict[str, Any] = {
-        "dry_run": setting.is_dry,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": importlib.import_module("triton").__version__,
-        "device": "cpu" if setting.is_dry else torch.cuda.get_device_name(),
-    }
-    if not setting.is_dry:
-        source = torch.empty(2**32, dtype=torch.uint8, device=setting.device)
-        target = torch.empty_like(source)
-        microseconds = time_us(lambda: target.copy_(source)).us
-        facts["copy_gb_per_s"] = round(2 * source.numel() / microseconds / 1e3, 1)
-    return facts
 
 
 class Timing(NamedTuple):
@@ -163,27 +102,6 @@ def time_us(call: Call, seconds: float = 0.1, *, clears_by_writing: bool = False
 
 def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _measured(setting: Setting, row: Row) -> dict[str, Any]:
-    """Run a row; figures only where a device was timed."""
-    result: dict[str, Any] = dict(row.parameters)
-    if setting.is_dry:
-        for call in (row.call, *row.baselines.values()):
-            call()
-    else:
-        timing = time_us(row.call)
-        microseconds = timing.us
-        result |= {"us": round(microseconds, 2), **timing.note}
-        result["gb_per_s"] = round(row.num_bytes / microseconds / 1e3, 1)
-        if row.num_flops:
-            result["tflop_per_s"] = round(row.num_flops / microseconds / 1e6, 1)
-        for name, call in row.baselines.items():
-            result[f"{name}_us"] = round(time_us(call).us, 2)
-    cells = "  ".join(f"{key}={value}" for key, value in result.items())
-    sys.stdout.write(f"  {cells}\n")
-    sys.stdout.flush()
-    return result
 
 
 def num_bytes(*tensors: torch.Tensor) -> int:

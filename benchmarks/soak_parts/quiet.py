@@ -82,7 +82,7 @@ class Asker:
 MAX_ITERATIONS = LONG // 4
 """More than run within the 0.1 s in which a cancel is noticed; 0 are usual, since the last who read
 to their end take longer. Where none is noticed, 900 to 1,400 were measured: whole answers, that go
-on though nobody wants them, however fast or busy the machine is."""
+on though no client wants them, however fast or busy the machine is."""
 
 
 @dataclass
@@ -146,7 +146,7 @@ async def count_kept(connect: Callable[[], Traffic], seconds: float) -> tuple[in
             num_kept = sum(counts.values()) - len(_OF_THE_QUESTION)
             told = str({name: count for name, count in counts.items() if count})
             if any(counts[name] < 1 for name in _OF_THE_QUESTION):
-                num_kept = -1  # whoever cannot see this request sees no other
+                num_kept = -1  # if it cannot see this request, it sees no other
         except (asyncio.TimeoutError, grpc.RpcError, ValueError, LookupError) as error:
             told = f"{told[:200]} {error!r:.200}"
         await traffic.close()
@@ -155,7 +155,7 @@ async def count_kept(connect: Callable[[], Traffic], seconds: float) -> tuple[in
 
 
 async def count_forgotten(traffic: Traffic, num_active: int) -> tuple[int, list[str]]:
-    """How many wait that nobody sent, and the errors that came; -1 if that could not be told.
+    """How many wait that were not sent here, and the errors that came; -1 if that is not known.
 
     A text that is no answer goes into the tally: it is wrong whatever a further look finds.
     Nothing else may be in flight. ``num_active`` requests take all the places there are, so that

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from load import HOST
+from inflight_protocol import LLM_MODEL_NAME
+from servers import ServeProcess, start_serve
 
 LAUNCHER = "inflight serve"
 MODEL = "triton_python_backend_stub"
@@ -26,12 +24,9 @@ RELAY = "tensorrt_llm_bls"
 """The model that puts its requests to the other, and the program of its process."""
 
 TRITONSERVER = "tritonserver"
-SHARED_MEMORY = Path("/dev/shm")
-START_SECONDS = 240.0
 DRAIN_SECONDS = 60
 """What a stop waits for requests that run; far more than a stop without any takes."""
 
-_STOP_SECONDS = 120.0
 _EXIT_SECONDS = 2.0  # for the last of its processes to be gone from /proc
 _INSIDE = Path(__file__).parent / "inside"  # what the model process may import
 # What was lost and mended again, and what only our own bugs can cause.
@@ -58,88 +53,60 @@ class Served:
 
     def __init__(self, settings: Mapping[str, object]) -> None:
         self.scratch = Path(tempfile.mkdtemp(prefix="soak-"))
-        self.http_port, self.grpc_port, metrics_port = free_ports(3)
-        command = [
-            str(Path(sys.executable).parent / "inflight"),
-            "serve",
-            f"--http-port={self.http_port}",
-            f"--grpc-port={self.grpc_port}",
-            f"--metrics-port={metrics_port}",
-            f"--drain-seconds={DRAIN_SECONDS}",
-            f"--add={RELAY}",
-            "--verbose",  # what the servers say, also those that died, is kept in one place
-            *(f"--set={key}={value}" for key, value in settings.items()),
-        ]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(self.scratch)}
-        paths = [environment.get("PYTHONPATH", ""), str(_INSIDE)]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        self._stderr = self.scratch / "stderr"
-        with self._stderr.open("wb") as stderr, (self.scratch / "stdout").open("wb") as stdout:
-            self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
-            )
-        self._names: set[str] = set()
-        self._wait_for(self.scratch / "stdout", "inflight is ready")
-
-    @property
-    def grpc_url(self) -> str:
-        """Address for gRPC clients."""
-        return f"{HOST}:{self.grpc_port}"
+        paths = [os.environ.get("PYTHONPATH", ""), str(_INSIDE)]
+        # --verbose: what the servers say, also those that died, is kept in one place.
+        self._running = start_serve(
+            self.scratch,
+            settings=settings,
+            options=[f"--drain-seconds={DRAIN_SECONDS}", f"--add={RELAY}", "--verbose"],
+            environment={
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            },
+        )
+        self._running.wait_until_printed("inflight is ready")
+        self.http_port, self.grpc_url = self._running.http_port, self._running.grpc_url
 
     @property
     def log(self) -> str:
         """What the launcher, its servers and their models have said."""
-        return self._stderr.read_text(encoding="utf-8", errors="replace")
+        return self._running.stderr
 
     def signal(self, program: str, number: signal.Signals) -> None:
         """Send a signal to the model process or to tritonserver."""
-        os.kill(self._pids()[program], number)
+        os.kill(pids_of(self._running)[program], number)
 
     def footprints(self) -> dict[str, Footprint]:
         """By program, of the processes that run now."""
-        return {name: footprint(pid) for name, pid in self._pids().items()}
+        return {name: footprint(pid) for name, pid in pids_of(self._running).items()}
 
-    def shared_memory(self) -> list[str]:
+    def shared_memory(self) -> set[str]:
         """The regions of this run."""
-        self._names.update(path.name for path in self.scratch.glob("inflight-serve-*"))
-        prefixes = tuple(self._names)
-        return [each.name for each in SHARED_MEMORY.iterdir() if each.name.startswith(prefixes)]
+        return self._running.shared_memory()
 
     def stop(self) -> tuple[int, float]:
         """Exit code and seconds of a stop by SIGTERM."""
-        self.shared_memory()
         began = time.monotonic()
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            code = self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        return code, time.monotonic() - began
+        return self._running.stop(), time.monotonic() - began
 
     def left_behind(self) -> list[str]:
         """Once stopped: what is still there of processes, shared memory and folders."""
-        folders = [path.name for path in self.scratch.glob("inflight-serve-*")]
         deadline = time.monotonic() + _EXIT_SECONDS
-        while (processes := processes_of(self.scratch)) and time.monotonic() < deadline:
+        while (processes := self._running.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
+        folders = [path.name for path in (self.scratch / "tmp").iterdir()]
         return [*processes.values(), *self.shared_memory(), *folders]
 
-    def _pids(self) -> dict[str, int]:
-        pids = {LAUNCHER: self._process.pid}
-        for pid, line in processes_of(self.scratch).items():
-            program = Path(line.split("\0")[0]).name
-            if program in (MODEL, TRITONSERVER):
-                pids[RELAY if program == MODEL and f"/{RELAY}/" in line else program] = pid
-        return pids
 
-    def _wait_for(self, file: Path, text: str) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while text not in file.read_text(encoding="utf-8"):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start: {self.log}")
-            time.sleep(0.05)
-        self.shared_memory()
+def pids_of(running: ServeProcess) -> dict[str, int]:
+    """By program, of the processes that run now; of a model other than the LLM by its name."""
+    pids = {LAUNCHER: running.process.pid}
+    for pid, line in running.processes().items():
+        program, *arguments = line.split("\0")
+        models = [Path(each).parts[-3] for each in arguments if each.endswith("/model.py")]
+        name = Path(program).name
+        pids[name if models in ([], [LLM_MODEL_NAME]) else models[0]] = pid
+    return pids
 
 
 def judge_stop(code: int, seconds: float, left: list[str]) -> list[str]:
@@ -150,7 +117,7 @@ def judge_stop(code: int, seconds: float, left: list[str]) -> list[str]:
     if code:
         failures.append(f"exit code {code}")
     if seconds >= DRAIN_SECONDS:
-        failures.append(f"the stop took {seconds:.0f} s: it waited for requests that nobody sent")
+        failures.append(f"the stop took {seconds:.0f} s: it waited for unknown requests")
     if left:
         failures.append(f"left behind: {left}")
     return failures
@@ -159,16 +126,6 @@ def judge_stop(code: int, seconds: float, left: list[str]) -> list[str]:
 def repairs(log: str) -> list[str]:
     """The lines of the servers' log that tell of one, which nothing else may show."""
     return [line for line in log.splitlines() if any(text in line for text in _REPAIRS)]
-
-
-def processes_of(scratch: Path) -> dict[int, str]:
-    """Command lines by pid of all processes that were started with ``scratch`` as TMPDIR."""
-    found: dict[int, str] = {}
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("TMPDIR") == str(scratch):
-                found[process.pid] = "\0".join(process.cmdline())
-    return found
 
 
 def footprint(pid: int) -> Footprint:
@@ -204,12 +161,3 @@ def _ports(connection: Any) -> tuple[int, int]:
     """Here and there; ports alone, because gRPC's addresses are IPv4 within IPv6."""
     there = connection.raddr.port if connection.raddr else 0
     return connection.laddr.port, there
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        with closing(each):
-            pass
-    return ports

@@ -7,7 +7,7 @@ from ipaddress import ip_address
 from typing import Literal
 from urllib.parse import urlsplit
 
-from inflight_client.errors import InvalidArgument, ServerUnreachable
+from inflight_client.errors import InvalidArgument, RequestTimeout, ServerUnreachable
 
 Protocol = Literal["grpc", "http"]
 
@@ -47,6 +47,13 @@ class Address:
         return ServerUnreachable(
             f"no server answers at {self} ({reason}). Start one with `inflight serve`, "
             "or name another address with url= (on the command line: --url)."
+        )
+
+    def timed_out(self, timeout: float | None) -> RequestTimeout:
+        """The error for a call that took longer than its ``timeout`` in seconds."""
+        return RequestTimeout(
+            f"no final response from {self} within timeout = {timeout} s; "
+            "the request was cancelled."
         )
 
 

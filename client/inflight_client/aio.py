@@ -20,19 +20,12 @@ from inflight_client.options import (
     GenerateResult,
     Request,
     Response,
-    describe_request,
-    explain_request,
     generate_request,
     is_unknown_question,
-    last_answer,
+    question,
+    question_about,
     read_chunk,
-    read_description,
-    read_stats,
-    read_why,
-    ready_request,
-    recording_request,
-    stats_request,
-    stop_request,
+    read_objects,
 )
 from inflight_protocol import LLM_MODEL_NAME
 
@@ -83,7 +76,9 @@ async def takes_requests(transport: Transport, model: str, timeout: float) -> bo
     """
     asked = LLM_MODEL_NAME if model in RELAYING_MODELS else model
     try:
-        async with aclosing(transport.infer(ready_request(asked), timeout).receive()) as responses:
+        async with aclosing(
+            transport.infer(question(asked, "ready"), timeout).receive()
+        ) as responses:
             async for _ in responses:
                 pass
     except ServerError as error:
@@ -91,8 +86,23 @@ async def takes_requests(transport: Transport, model: str, timeout: float) -> bo
     return asked == model or await transport.is_loaded(model, timeout)
 
 
+async def ask(transport: Transport, request: Request, timeout: float | None) -> dict[str, Any]:
+    """The answer to a question; `ServerError` if the server gave none."""
+    [output] = request.outputs
+    async with aclosing(transport.infer(request, timeout).receive()) as responses:
+        answers = [
+            answer async for response in responses for answer in read_objects(response, output)
+        ]
+    if not answers:
+        raise ServerError("the server gave no answer: it may be too old for this question.")
+    return answers[-1]
+
+
 class AsyncInflightClient:
-    """`InflightClient` for asyncio: belongs to one event loop, any number of calls at once."""
+    """`InflightClient` for asyncio: belongs to one event loop, any number of calls at once.
+
+    Options of a request: see `GenerateOptions`. Errors: see `inflight_client.errors`.
+    """
 
     def __init__(
         self,
@@ -116,7 +126,8 @@ class AsyncInflightClient:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> GenerateResult:
-        """See `InflightClient.generate`; a cancelled task cancels the request."""
+        """The whole answer to ``prompt``, text or token ids; without the prompt unless
+        ``exclude_input_in_output=False``. A cancelled task cancels the request."""
         request = generate_request(
             self._model,
             prompt,
@@ -137,7 +148,8 @@ class AsyncInflightClient:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[GenerateResult]:
-        """See `InflightClient.generate_many`."""
+        """``n`` answers to ``prompt``, each as `generate` gives it; with ``seed``, answer i is that
+        of ``seed`` + i."""
         request = generate_request(
             self._model, prompt, max_tokens, request_id, options, is_streaming=False
         )
@@ -152,47 +164,53 @@ class AsyncInflightClient:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerateStream:
-        """See `InflightClient.stream`."""
+        """The answer piece by piece; with ``n``, pieces of several (`GenerateChunk.index`).
+
+        The request is sent when the iteration starts.
+        """
         request = generate_request(
             self._model, prompt, max_tokens, request_id, options, is_streaming=True
         )
         return AsyncGenerateStream(self._transport.infer(request, timeout), request.request_id)
 
     async def stop(self, request_id: str, *, timeout: float | None = HEALTH_TIMEOUT) -> None:
-        """See `InflightClient.stop`."""
-        async for _ in self._receive(stop_request(self._model, request_id), timeout):
+        """End the running request ``request_id`` of any client: it gets its normal final response
+        with what it has so far. No error if there is none such (any more)."""
+        async for _ in self._receive(question_about(self._model, "stop", request_id), timeout):
             pass
 
     async def stats(
         self, follow: bool = True, *, timeout: float | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """See `InflightClient.stats`."""
-        request = stats_request(self._model, is_feed=follow)
+        """The statistics of the last iteration, then (``follow``) of every one as it ends.
+
+        Leaving the iteration ends the feed.
+        """
+        request = question(self._model, "stats", stream=follow)
         async with aclosing(self._receive(request, timeout)) as responses:
             async for response in responses:
-                for stats in read_stats(response):
+                for stats in read_objects(response, "stats"):
                     yield stats
 
     async def why(
         self, request_id: str, *, timeout: float | None = HEALTH_TIMEOUT
     ) -> dict[str, Any]:
-        """See `InflightClient.why`."""
-        responses = self._receive(explain_request(self._model, request_id), timeout)
-        return last_answer([read_why(response) async for response in responses])
+        """Why ``request_id`` does not run now: ``state``, ``reason``, and the numbers behind it."""
+        return await ask(self._transport, question_about(self._model, "why", request_id), timeout)
 
     async def describe(self, *, timeout: float | None = HEALTH_TIMEOUT) -> dict[str, Any]:
-        """See `InflightClient.describe`."""
-        responses = self._receive(describe_request(self._model), timeout)
-        return last_answer([read_description(response) async for response in responses])
+        """What is served: ``model``, limits in tokens, and ``files`` of the tokenizer by name."""
+        return await ask(self._transport, question(self._model, "describe"), timeout)
 
     async def recording(self, *, timeout: float | None = None) -> str:
-        """See `InflightClient.recording`."""
-        responses = self._receive(recording_request(self._model), timeout)
+        """The scheduler's recent decisions, as JSON lines for ``inflight replay``."""
+        responses = self._receive(question(self._model, "recording"), timeout)
         pieces = [response.tensors.get("recording", ()) async for response in responses]
         return "".join(text for piece in pieces for text in piece)
 
     async def health(self, *, timeout: float = HEALTH_TIMEOUT) -> bool:
-        """See `InflightClient.health`."""
+        """Whether the model will serve a request sent now; `ServerUnreachable` without an answer,
+        `RequestTimeout` if the model does not, as one that hangs."""
         return await takes_requests(self._transport, self._model, timeout)
 
     async def close(self) -> None:

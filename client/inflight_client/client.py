@@ -11,36 +11,26 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Coroutine,
-    Generator,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import aclosing, suppress
-from functools import partial
+from functools import partial, wraps
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 from weakref import WeakSet
 
 from inflight_client.address import Protocol
-from inflight_client.aio import HEALTH_TIMEOUT, AsyncGenerateStream, AsyncInflightClient
+from inflight_client.aio import AsyncGenerateStream, AsyncInflightClient
 from inflight_client.errors import InflightError, StreamInterrupted
-from inflight_client.options import (
-    DEFAULT_MAX_TOKENS,
-    GenerateChunk,
-    GenerateOptions,
-    GenerateResult,
-)
+from inflight_client.options import GenerateChunk
 from inflight_protocol import LLM_MODEL_NAME
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 _Item = TypeVar("_Item")
+_Work = TypeVar("_Work")
+_Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
 
 _READ_AHEAD: Final = 64
 """Items that the loop's thread takes before they are asked for."""
@@ -53,170 +43,6 @@ _CLOSE_SECONDS: Final = 10.0
 """More than a running HTTP request may take to be stopped on the server."""
 
 _CLOSED: Final = "this InflightClient is closed."
-
-
-class InflightClient:
-    """Talks to one model of one server. Thread-safe; use it in a ``with`` block or `close` it.
-
-    ``url`` is ``host:port``; without it, the address at which ``inflight serve`` listens.
-    ``headers`` go with every call; Triton's restricted gRPC wants ``triton-grpc-protocol-NAME``.
-    Options of a request: see `GenerateOptions`. Errors: see `inflight_client.errors`.
-    """
-
-    def __init__(
-        self,
-        url: str | None = None,
-        model: str = LLM_MODEL_NAME,
-        protocol: Protocol = "grpc",
-        *,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._connect = partial(AsyncInflightClient, url, model, protocol, headers=headers)
-        self._connect()  # reports a bad argument now
-        self._uses_grpc = protocol == "grpc"
-        self._lock = threading.Lock()
-        self._worker: _Worker | None = None
-        self._is_closed = False
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        max_tokens: int = DEFAULT_MAX_TOKENS,
-        *,
-        request_id: str = "",
-        timeout: float | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> GenerateResult:
-        """The whole answer to ``prompt``, text or token ids; without the prompt unless
-        ``exclude_input_in_output=False``."""
-        worker = self._get_worker()
-        return worker.run(
-            worker.client.generate(
-                prompt, max_tokens, request_id=request_id, timeout=timeout, **options
-            )
-        )
-
-    def generate_many(
-        self,
-        prompt: str | Sequence[int],
-        max_tokens: int = DEFAULT_MAX_TOKENS,
-        *,
-        request_id: str = "",
-        timeout: float | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> list[GenerateResult]:
-        """``n`` answers to ``prompt``, each as `generate` gives it; with ``seed``, answer i is that
-        of ``seed`` + i."""
-        worker = self._get_worker()
-        return worker.run(
-            worker.client.generate_many(
-                prompt, max_tokens, request_id=request_id, timeout=timeout, **options
-            )
-        )
-
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        max_tokens: int = DEFAULT_MAX_TOKENS,
-        *,
-        request_id: str = "",
-        timeout: float | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> GenerateStream:
-        """The answer piece by piece; with ``n``, pieces of several (`GenerateChunk.index`).
-
-        The request is sent when the iteration starts.
-        """
-        worker = self._get_worker()
-        stream = worker.client.stream(
-            prompt, max_tokens, request_id=request_id, timeout=timeout, **options
-        )
-        return GenerateStream(worker, stream)
-
-    def stop(self, request_id: str, *, timeout: float | None = HEALTH_TIMEOUT) -> None:
-        """End the running request ``request_id`` of any client: it gets its normal final response
-        with what it has so far. No error if there is none such (any more)."""
-        worker = self._get_worker()
-        worker.run(worker.client.stop(request_id, timeout=timeout))
-
-    def stats(
-        self, follow: bool = True, *, timeout: float | None = None
-    ) -> Generator[dict[str, Any], None, None]:
-        """The statistics of the last iteration, then (``follow``) of every one as it ends.
-
-        Leaving the iteration ends the feed.
-        """
-        worker = self._get_worker()
-        return worker.iterate(worker.client.stats(follow, timeout=timeout))
-
-    def why(self, request_id: str, *, timeout: float | None = HEALTH_TIMEOUT) -> dict[str, Any]:
-        """Why ``request_id`` does not run now: ``state``, ``reason``, and the numbers behind it."""
-        worker = self._get_worker()
-        return worker.run(worker.client.why(request_id, timeout=timeout))
-
-    def describe(self, *, timeout: float | None = HEALTH_TIMEOUT) -> dict[str, Any]:
-        """What is served: ``model``, limits in tokens, and ``files`` of the tokenizer by name."""
-        worker = self._get_worker()
-        return worker.run(worker.client.describe(timeout=timeout))
-
-    def recording(self, *, timeout: float | None = None) -> str:
-        """The scheduler's recent decisions, as JSON lines for ``inflight replay``."""
-        worker = self._get_worker()
-        return worker.run(worker.client.recording(timeout=timeout))
-
-    def health(self, *, timeout: float = HEALTH_TIMEOUT) -> bool:
-        """Whether the model will serve a request sent now; `ServerUnreachable` without an answer,
-        `RequestTimeout` if the model does not, as one that hangs."""
-        worker = self._get_worker()
-        return worker.run(worker.client.health(timeout=timeout))
-
-    def close(self) -> None:
-        """Close the connection; calls still running in other threads are interrupted."""
-        with self._lock:
-            self._is_closed = True
-            worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _get_worker(self) -> _Worker:
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError(_CLOSED)
-            if self._worker is None or not self._worker.is_running:
-                if self._uses_grpc and _has_broken_grpc:
-                    raise InflightError(
-                        "this process was forked while a gRPC call was running. Start it with "
-                        'spawn, fork it before the first call, or use protocol="http".'
-                    )
-                self._worker = _Worker(self._connect(), self._uses_grpc)
-            return self._worker
-
-
-class GenerateStream:
-    """An answer on its way: iterate it once. Leaving the iteration early cancels the request."""
-
-    def __init__(self, worker: _Worker, stream: AsyncGenerateStream) -> None:
-        self.request_id = stream.request_id
-        self._worker = worker
-        self._stream = stream
-        self._chunks = worker.iterate(stream.__aiter__())
-
-    def __iter__(self) -> Iterator[GenerateChunk]:
-        return self._chunks
-
-    def __next__(self) -> GenerateChunk:
-        return next(self._chunks)
-
-    def cancel(self) -> None:
-        """Cancel the request, from any thread; the iteration ends without an error."""
-        if self._worker.is_running:
-            self._worker.run(self._stream.cancel())
 
 
 class _Worker:
@@ -373,6 +199,104 @@ def _get(items: SimpleQueue[_Item]) -> _Item:
 _workers: WeakSet[_Worker] = WeakSet()
 _has_broken_grpc = False
 """True in a child process that was forked while a gRPC call was running."""
+
+
+class GenerateStream:
+    """An answer on its way: iterate it once. Leaving the iteration early cancels the request."""
+
+    def __init__(self, worker: _Worker, stream: AsyncGenerateStream) -> None:
+        self.request_id = stream.request_id
+        self._worker = worker
+        self._stream = stream
+        self._chunks = worker.iterate(stream.__aiter__())
+
+    def __iter__(self) -> Iterator[GenerateChunk]:
+        return self._chunks
+
+    def __next__(self) -> GenerateChunk:
+        return next(self._chunks)
+
+    def cancel(self) -> None:
+        """Cancel the request, from any thread; the iteration ends without an error."""
+        if self._worker.is_running:
+            self._worker.run(self._stream.cancel())
+
+
+def _forward(
+    method: Callable[Concatenate[AsyncInflightClient, _Arguments], _Work],
+    wait: Callable[[_Worker, _Work], _Result],
+) -> Callable[Concatenate[InflightClient, _Arguments], _Result]:
+    """``method`` for threads; ``wait`` gives what a worker makes of its coroutine or generator."""
+
+    @wraps(method)
+    def call(
+        client: InflightClient, /, *arguments: _Arguments.args, **options: _Arguments.kwargs
+    ) -> _Result:
+        worker = client._get_worker()
+        return wait(worker, method(worker.client, *arguments, **options))
+
+    return call
+
+
+class InflightClient:
+    """Talks to one model of one server. Thread-safe; use it in a ``with`` block or `close` it.
+
+    ``url`` is ``host:port``; without it, the address at which ``inflight serve`` listens.
+    ``headers`` go with every call; Triton's restricted gRPC wants ``triton-grpc-protocol-NAME``.
+    Options of a request: see `GenerateOptions`. Errors: see `inflight_client.errors`.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        model: str = LLM_MODEL_NAME,
+        protocol: Protocol = "grpc",
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._connect = partial(AsyncInflightClient, url, model, protocol, headers=headers)
+        self._connect()  # reports a bad argument now
+        self._uses_grpc = protocol == "grpc"
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        self._is_closed = False
+
+    generate = _forward(AsyncInflightClient.generate, _Worker.run)
+    generate_many = _forward(AsyncInflightClient.generate_many, _Worker.run)
+    stream = _forward(AsyncInflightClient.stream, GenerateStream)
+    stop = _forward(AsyncInflightClient.stop, _Worker.run)
+    stats = _forward(AsyncInflightClient.stats, _Worker.iterate)
+    why = _forward(AsyncInflightClient.why, _Worker.run)
+    describe = _forward(AsyncInflightClient.describe, _Worker.run)
+    recording = _forward(AsyncInflightClient.recording, _Worker.run)
+    health = _forward(AsyncInflightClient.health, _Worker.run)
+
+    def close(self) -> None:
+        """Close the connection; calls still running in other threads are interrupted."""
+        with self._lock:
+            self._is_closed = True
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _get_worker(self) -> _Worker:
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError(_CLOSED)
+            if self._worker is None or not self._worker.is_running:
+                if self._uses_grpc and _has_broken_grpc:
+                    raise InflightError(
+                        "this process was forked while a gRPC call was running. Start it with "
+                        'spawn, fork it before the first call, or use protocol="http".'
+                    )
+                self._worker = _Worker(self._connect(), self._uses_grpc)
+            return self._worker
 
 
 def _before_fork() -> None:

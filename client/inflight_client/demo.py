@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -104,17 +104,14 @@ def run_demo() -> int:
     """Run the demo on the terminal; 0 if all went well, else 1."""
     console = Console()
     demo = Demo([Count(prompt, f"demo-{index}") for index, prompt in enumerate(_PROMPTS)])
-    with DemoServer() as server:
-        console.print("Starting tritonserver with the demo model ...")
-        server.wait_until_ready()
-        console.print(f"Ready: gRPC at {server.grpc_url}. Four prompts at once:\n", highlight=False)
+    console.print("Starting tritonserver with the demo model ...")
+    with _server() as url:
+        console.print(f"Ready: gRPC at {url}. Four prompts at once:\n", highlight=False)
         started = time.monotonic()
-        asyncio.run(_stream_all(demo, server.grpc_url, console))
-        seconds = time.monotonic() - started
-        _report(demo, seconds, console)
+        asyncio.run(_stream_all(demo, url, console))
+        _report(demo, time.monotonic() - started, console)
         console.print("\nShutting the server down ...")
-        problems = demo.problems() + server.stop()
-    if problems:
+    if problems := demo.problems():
         for problem in problems:
             console.print(f"PROBLEM: {problem}", style="red", markup=False, highlight=False)
         return 1
@@ -221,80 +218,49 @@ def _report(demo: Demo, seconds: float, console: Console) -> None:
     console.print(stats_table(demo.busiest, "the busiest iteration"))
 
 
-class DemoServer:
-    """``inflight serve`` in a subprocess on free ports; a ``with`` block never leaves it behind.
+@contextmanager
+def _server() -> Iterator[str]:
+    """The gRPC address of ``inflight serve`` in a subprocess on free ports; `InflightError` unless
+    it starts, ends well and leaves no process behind.
 
     It runs in its own session, so that Ctrl-C on the terminal reaches the demo alone, which then
     shuts the server down in order.
     """
-
-    def __init__(self) -> None:
-        self._http_port, self._grpc_port, self._metrics_port = _free_ports(3)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
-
-    @property
-    def grpc_url(self) -> str:
-        """Where clients find it."""
-        return f"{_HOST}:{self._grpc_port}"
-
-    def __enter__(self) -> DemoServer:
-        ports = {"http": self._http_port, "grpc": self._grpc_port, "metrics": self._metrics_port}
-        options = [f"--{name}-port={port}" for name, port in ports.items()]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "inflight_client.cli", "serve", f"--host={_HOST}", *options],
+    ports = dict(zip(("http", "grpc", "metrics"), _free_ports(3), strict=True))
+    options = [f"--{name}-port={port}" for name, port in ports.items()]
+    command = [sys.executable, "-m", "inflight_client.cli", "serve", f"--host={_HOST}", *options]
+    with tempfile.TemporaryFile() as log:
+        process = psutil.Popen(
+            command,
             stdin=subprocess.DEVNULL,
-            stdout=self._log,
+            stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-        self._log.close()
-
-    def wait_until_ready(self) -> None:
-        """Return when the model takes requests; `InflightError` with the server's words if not."""
-        assert self._process is not None, "enter the with block first"
-        deadline = time.monotonic() + _START_SECONDS
-        with InflightClient(self.grpc_url) as client:
-            while not _is_ready(client):
-                if self._process.poll() is not None:
-                    raise InflightError(f"the server did not start:\n{self._output()}")
-                if time.monotonic() > deadline:
-                    raise InflightError(
-                        f"the server was not ready after {_START_SECONDS:g} s:\n{self._output()}"
-                    )
-                time.sleep(_POLL_SECONDS)
-
-    def stop(self) -> list[str]:
-        """Shut the server down as Ctrl-C would; what did not go well, empty if all did."""
-        process, self._process = self._process, None
-        if process is None:
-            return []
-        family: list[psutil.Process] = []
-        problems = []
-        with suppress(psutil.NoSuchProcess):
-            family = psutil.Process(process.pid).children(recursive=True)
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+        url = f"{_HOST}:{ports['grpc']}"
         try:
-            code = process.wait(_STOP_SECONDS)
-            if code != 0:
-                problems.append(f"the server ended with exit code {code}:\n{self._output()}")
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            problems.append(f"the server had to be killed after {_STOP_SECONDS:g} s")
-        left = [str(child.pid) for child in family if _is_alive(child)]
+            _wait_until_ready(process, url, log)
+            yield url
+        finally:
+            code, left = _stop(process)
+        if code != 0:
+            raise InflightError(f"the server ended with exit code {code}:\n{_text_of(log)}")
         if left:
-            problems.append(f"the server left processes behind: {', '.join(left)}")
-        return problems
+            raise InflightError(f"the server left processes behind: {', '.join(map(str, left))}")
 
-    def _output(self) -> str:
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace").strip()
+
+def _wait_until_ready(process: psutil.Popen, url: str, log: IO[bytes]) -> None:
+    """Return when the model takes requests; `InflightError` with the server's words if not."""
+    deadline = time.monotonic() + _START_SECONDS
+    with InflightClient(url) as client:
+        while not _is_ready(client):
+            if process.poll() is not None:
+                raise InflightError(f"the server did not start:\n{_text_of(log)}")
+            if time.monotonic() > deadline:
+                raise InflightError(
+                    f"the server was not ready after {_START_SECONDS:g} s:\n{_text_of(log)}"
+                )
+            time.sleep(_POLL_SECONDS)
 
 
 def _is_ready(client: InflightClient) -> bool:
@@ -304,21 +270,30 @@ def _is_ready(client: InflightClient) -> bool:
         return False
 
 
+def _stop(process: psutil.Popen) -> tuple[int, list[int]]:
+    """Shut the server down as Ctrl-C would; its exit code, and processes that it left behind."""
+    family: list[psutil.Process] = []
+    if process.poll() is None:
+        family = process.children(recursive=True)
+        process.send_signal(signal.SIGINT)
+    try:
+        code = process.wait(_STOP_SECONDS)
+    except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
+        process.kill()
+        code = process.wait()
+    _, left = psutil.wait_procs(family, timeout=_POLL_SECONDS)
+    return code, [each.pid for each in left]
+
+
+def _text_of(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read().decode(errors="replace").strip()
+
+
 def _free_ports(count: int) -> list[int]:
     """Free ports; all are held until all are found, so they differ."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind((_HOST, 0))
         return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    """Whether it runs still; psutil tells it from a later process of the same number."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -16,7 +16,7 @@ class ServerUnreachable(InflightError):
 
 
 class AccessDenied(InflightError):
-    """The server, or what stands before it, wants a header with a key, and got none or another."""
+    """The server, or a gateway before it, requires a header whose value is missing or wrong."""
 
 
 class ServerError(InflightError):

@@ -21,7 +21,6 @@ from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 from inflight_client.address import Address
 from inflight_client.errors import (
     InflightError,
-    RequestTimeout,
     ServerError,
     ServerUnreachable,
     StreamInterrupted,
@@ -174,8 +173,8 @@ async def _drain(stream: Any) -> None:
 
 def channel_options(address: Address) -> list[tuple[str, int]]:
     """Messages of any size; no proxy from the environment for this machine; a connection again soon
-    after a server's restart, for which gRPC itself would wait up to two minutes; an end for who
-    waits for a machine that is gone."""
+    after a server's restart, for which gRPC itself would wait up to two minutes; an error when the
+    machine of the server is gone."""
     options = [
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
@@ -244,10 +243,7 @@ def translate_error(
     """The exception for a call whose status is not OK after ``num_responses`` responses."""
     status, details = error.code(), error.details() or ""
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return RequestTimeout(
-            f"no final response from {address} within timeout = {timeout} s; "
-            "the request was cancelled."
-        )
+        return address.timed_out(timeout)
     if status in _DENIED or is_denied(details):
         return denied(details)
     if status is grpc.StatusCode.UNAVAILABLE:
@@ -263,7 +259,7 @@ def translate_error(
 
 
 def cancelled(address: Address, num_responses: int) -> StreamInterrupted:
-    """The error for a stream that was cancelled, but not by who reads it."""
+    """The error for a stream that was cancelled, but not by its reader."""
     return StreamInterrupted(
         f"the stream from {address} was cancelled after {num_responses} responses, before the "
         "final one. Was the client closed?"

@@ -21,9 +21,9 @@ from urllib.parse import quote
 import httpx
 
 from inflight_client.address import Address
-from inflight_client.errors import InflightError, RequestTimeout, ServerError, StreamInterrupted
+from inflight_client.errors import InflightError, ServerError, StreamInterrupted
 from inflight_client.headers import Headers, denied
-from inflight_client.options import Request, Response, stop_request
+from inflight_client.options import Request, Response, question
 
 _DENIED = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 
@@ -102,7 +102,7 @@ class HttpResponses:
                     num_responses += 1
                     yield response
                     if deadline is not None and time.monotonic() > deadline:
-                        raise timed_out(address, self._timeout)
+                        raise address.timed_out(self._timeout)
         except httpx.HTTPError as error:
             if not self._is_cancelled:
                 raise translate_error(error, address, self._timeout, num_responses) from None
@@ -146,7 +146,7 @@ class HttpResponses:
     async def _stop(self) -> None:
         if not self._request.is_generation:
             return
-        request = stop_request(self._request.model, self._request.request_id)
+        request = question(self._request.model, "stop", self._request.request_id)
         with suppress(InflightError):  # best effort: the caller has another error already
             async for _ in HttpResponses(self._transport, request, STOP_TIMEOUT).receive():
                 pass
@@ -251,19 +251,12 @@ def translate_error(
     if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
         return address.unreachable(str(error) or "no connection")
     if isinstance(error, httpx.TimeoutException):
-        return timed_out(address, timeout)
+        return address.timed_out(timeout)
     if num_responses == 0 and isinstance(error, httpx.RemoteProtocolError):
         return address.unreachable(f"{error}; is this the gRPC port? Then leave out --http")
     return StreamInterrupted(
         f"the connection to {address} broke after {num_responses} responses, "
         f"before the end ({error}). Is the server still running?"
-    )
-
-
-def timed_out(address: Address, timeout: float | None) -> RequestTimeout:
-    """The error for a call that took longer than its ``timeout``."""
-    return RequestTimeout(
-        f"no final response from {address} within timeout = {timeout} s; the request was cancelled."
     )
 
 

@@ -49,7 +49,14 @@ _UNKNOWN_QUESTION = re.compile(
     r"|unknown model: '[^']*' is not found"
 )
 
-_QUESTIONS = frozenset({"stop", "stats", "describe", "ready", "why", "recording"})
+_QUESTION_TO_OUTPUTS: dict[str, tuple[str, ...]] = {
+    "stop": (),
+    "stats": ("stats",),
+    "describe": ("description",),
+    "ready": (),
+    "why": ("why",),
+    "recording": ("recording",),
+}
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -81,18 +88,9 @@ class GenerateOptions(TypedDict, total=False):
     logits_processor: str
 
 
-OPTION_TO_INPUT: dict[str, str] = SAMPLING_OPTIONS | {
-    "stop_words": "stop_words",
-    "bad_words": "bad_words",
-    "stop_token_ids": "stop_token_ids",
-    "min_tokens": "min_tokens",
-    "end_id": "end_id",
-    "pad_id": "pad_id",
-    "exclude_input_in_output": "exclude_input_in_output",
-    "priority": "priority",
-    "cache_salt": "cache_salt",
-    "max_queue_time_ms": "max_queue_time_ms",
-    "allotted_time_ms": "allotted_time_ms",
+OPTION_TO_INPUT: dict[str, str] = {
+    **{name: name for name in GenerateOptions.__annotations__},
+    **SAMPLING_OPTIONS,
     "guide_type": "guided_decoding_guide_type",
     "guide": "guided_decoding_guide",
     "n": "num_return_sequences",
@@ -139,7 +137,7 @@ class Request:
     @property
     def is_generation(self) -> bool:
         """True unless it asks about the server or another request: then its id is not its own."""
-        return _QUESTIONS.isdisjoint(self.values)
+        return self.values.keys().isdisjoint(_QUESTION_TO_OUTPUTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,38 +197,18 @@ def generate_request(
     return Request(values, outputs, checked_request_id(request_id), model)
 
 
-def stop_request(model: str, request_id: str) -> Request:
-    """The request that ends the running request ``request_id``; `InvalidArgument` if empty."""
+def question(model: str, name: str, request_id: str = "", **more: object) -> Request:
+    """The request that asks about the server, or about the request ``request_id``, or ends that
+    one: ``name`` is an input, and ``more`` are others."""
+    outputs = _QUESTION_TO_OUTPUTS[name]
+    return Request({name: True, **more}, outputs, checked_request_id(request_id), model)
+
+
+def question_about(model: str, name: str, request_id: str) -> Request:
+    """`question` about a request; `InvalidArgument` if ``request_id`` is empty."""
     if not request_id:
         raise InvalidArgument("request_id is empty: give the id the request was started with.")
-    return Request({"stop": True}, (), checked_request_id(request_id), model)
-
-
-def stats_request(model: str, *, is_feed: bool) -> Request:
-    """The request for statistics: the last iteration's, then (a feed) every one until cancelled."""
-    return Request({"stats": True, "stream": is_feed}, ("stats",), "", model)
-
-
-def explain_request(model: str, request_id: str) -> Request:
-    """The question why ``request_id`` does not run; `InvalidArgument` if empty."""
-    if not request_id:
-        raise InvalidArgument("request_id is empty: give the id the request was started with.")
-    return Request({"why": True}, ("why",), checked_request_id(request_id), model)
-
-
-def recording_request(model: str) -> Request:
-    """The request for what the scheduler decided lately."""
-    return Request({"recording": True}, ("recording",), "", model)
-
-
-def describe_request(model: str) -> Request:
-    """The question what is served."""
-    return Request({"describe": True}, ("description",), "", model)
-
-
-def ready_request(model: str) -> Request:
-    """The question whether requests sent now will be served: an error if not."""
-    return Request({"ready": True}, (), "", model)
+    return question(model, name, request_id)
 
 
 def is_unknown_question(error: ServerError) -> bool:
@@ -257,90 +235,45 @@ def read_chunk(response: Response) -> GenerateChunk:
     return GenerateChunk(texts[0] if texts else "", tuple(token_ids), index)
 
 
-def read_stats(response: Response) -> list[dict[str, Any]]:
-    """The iterations a response of the statistics feed reports, oldest first."""
+def read_objects(response: Response, output: str) -> list[dict[str, Any]]:
+    """The JSON objects in an output; `ServerError` if it holds something else."""
     try:
-        return [json.loads(text) for text in response.tensors.get("stats", ())]
+        found = [json.loads(text) for text in response.tensors.get(output, ())]
     except json.JSONDecodeError as error:
-        raise ServerError(f"the server sent statistics that are not JSON: {error}.") from None
-
-
-def read_why(response: Response) -> dict[str, Any]:
-    """What the server says of a request; `ServerError` if it is no JSON object."""
-    return _read_object(response, "why", "a reason")
-
-
-def read_description(response: Response) -> dict[str, Any]:
-    """What the server says of its model; `ServerError` if it is no JSON object."""
-    return _read_object(response, "description", "a description")
-
-
-def _read_object(response: Response, output: str, what: str) -> dict[str, Any]:
-    try:
-        content = json.loads(response.tensors.get(output, ("",))[0])
-    except json.JSONDecodeError as error:
-        raise ServerError(f"the server sent {what} that is not JSON: {error}.") from None
-    if not isinstance(content, dict):
-        raise ServerError(f"the server sent {what} that is no JSON object.")
-    return content
-
-
-def last_answer(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The answer to a question; `ServerError` if the server gave none."""
-    if not answers:
-        raise ServerError("the server gave no answer: it may be too old for this question.")
-    return answers[-1]
+        raise ServerError(f"the server sent {output} that is not JSON: {error}.") from None
+    if not all(isinstance(each, dict) for each in found):
+        raise ServerError(f"the server sent {output} that is no JSON object.")
+    return found
 
 
 class AnswerCollector:
     """Puts the responses of one request together into ``num_answers`` results."""
 
     def __init__(self, request: Request, num_answers: int = 1) -> None:
-        self._answers = [_Answer(request) for _ in range(num_answers)]
+        self._request_id = request.request_id
+        self._chunks: list[list[GenerateChunk]] = [[] for _ in range(num_answers)]
+        self._reasons: list[FinishReason | None] = [None] * num_answers
 
     def add(self, response: Response) -> None:
         """Append what ``response`` carries; `ServerError` for an index beyond ``num_answers``."""
-        index = sum(response.tensors.get(INDEX_OUTPUT, ()))
-        if not 0 <= index < len(self._answers):
-            raise ServerError(f"the server sent answer {index} of {len(self._answers)}.")
-        self._answers[index].add(response)
+        chunk = read_chunk(response)
+        if not 0 <= chunk.index < len(self._chunks):
+            raise ServerError(f"the server sent answer {chunk.index} of {len(self._chunks)}.")
+        self._chunks[chunk.index].append(chunk)
+        for reason in response.tensors.get(FINISH_OUTPUT, ()):
+            self._reasons[chunk.index] = _FINISH_REASONS.get(reason, self._reasons[chunk.index])
 
     def results(self) -> list[GenerateResult]:
         """The answers so far, by their index."""
-        return [answer.result() for answer in self._answers]
-
-
-class _Answer:
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._num_tokens: int | None = None
-        self._reason: FinishReason | None = None
-
-    def add(self, response: Response) -> None:
-        chunk = read_chunk(response)
-        self._texts.append(chunk.text)
-        self._token_ids.extend(chunk.token_ids)
-        count = response.tensors.get("sequence_length", ())
-        if count:
-            self._num_tokens = (self._num_tokens or 0) + int(count[0])
-        for reason in response.tensors.get(FINISH_OUTPUT, ()):
-            self._reason = _FINISH_REASONS.get(reason, self._reason)
-
-    def result(self) -> GenerateResult:
-        text, token_ids = "".join(self._texts), tuple(self._token_ids)
-        return GenerateResult(self._request.request_id, text, token_ids, self._finish())
-
-    def _finish(self) -> FinishReason | None:
-        if self._reason is not None:
-            return self._reason
-        values = self._request.values
-        # With the prompt in the answer the count holds both, and its length is not known in text.
-        if self._num_tokens is None or not values["exclude_input_in_output"]:
-            return None
-        limit = values.get("max_tokens", values.get("request_output_len"))
-        return "length" if self._num_tokens == limit else "stop"
+        return [
+            GenerateResult(
+                self._request_id,
+                "".join(chunk.text for chunk in chunks),
+                tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+                reason,
+            )
+            for chunks, reason in zip(self._chunks, self._reasons, strict=True)
+        ]
 
 
 def _clean_tokens(name: str, values: Sequence[int], otherwise: str = "") -> list[int]:

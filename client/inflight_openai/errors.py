@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inflight_client.errors import (
     AccessDenied,
@@ -17,6 +17,9 @@ from inflight_client.errors import (
     StreamInterrupted,
 )
 from inflight_protocol.sampling import SAMPLING_OPTIONS
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _logger = logging.getLogger(__name__)
 
@@ -60,6 +63,16 @@ _LIMIT_OF_LENGTH = re.compile(r"\b(max_seq_len|max_input_len|max_num_tokens|KV b
 _TENSOR = re.compile(rf"\b({'|'.join(TENSOR_TO_FIELD)})\b")
 _UNKNOWN_INPUT = re.compile(r"^unexpected inference input '(\w+)'")  # Triton's message
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+}
+"""Pydantic's type of an error -> what was expected."""
 
 
 class ApiError(Exception):
@@ -111,15 +124,19 @@ def kind_of(value: Any) -> str:
     return "nothing" if value is None else _KINDS.get(type(value), "a number")
 
 
-def checked_text(param: str, value: Any) -> str:
-    """``value`` if it is a string of valid Unicode; else `ApiError`."""
-    if not isinstance(value, str):
-        raise bad_field(param, f"expected a string, got {kind_of(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise bad_field(param, f"no valid Unicode at position {error.start}") from None
-    return value
+def named_error(error: ValidationError, param: str = "") -> ApiError:
+    """The first error of a validation as an error that names its field, inside ``param``."""
+    [first, *_] = error.errors(include_url=False)
+    for each in first["loc"]:
+        param += f"[{each}]" if isinstance(each, int) else f".{each}" if param else each
+    message = first["msg"]
+    if first["type"] == "value_error":  # of a validator of ours
+        message = str(first["ctx"]["error"])
+    elif first["type"] == "missing":
+        message = "it is missing"
+    elif first["type"] in _EXPECTED:
+        message = f"expected {_EXPECTED[first['type']]}, got {kind_of(first['input'])}"
+    return bad_field(param, message)
 
 
 def from_server(error: InflightError, guide_field: str = "response_format") -> ApiError:

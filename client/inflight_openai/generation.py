@@ -7,34 +7,23 @@ chat templates): call it from a thread.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import NoneType
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from inflight_openai.chat import RESERVED, read_messages
-from inflight_openai.errors import (
-    ApiError,
-    bad_field,
-    checked_text,
-    kind_of,
-    model_not_found,
-    unsupported,
-)
+from inflight_openai.chat import RESERVED
+from inflight_openai.errors import ApiError, bad_field, kind_of, model_not_found, unsupported
 from inflight_openai.prompts import PromptReader
 from inflight_openai.schema import (
-    CHAT,
-    COMPLETION,
-    INT32_MAX,
     Body,
+    ChatBody,
+    CompletionBody,
     UnknownFields,
-    is_empty,
     read_body,
+    read_messages,
     shown_number,
 )
 from inflight_openai.settings import MAX_PROMPTS, FrontSettings
@@ -44,7 +33,6 @@ from inflight_protocol.sampling import SAMPLING_OPTIONS
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for completions; a chat has none."""
 
-_MAX_REQUEST_ID = 128  # characters
 _THINKING_VARIABLES = ("enable_thinking", "thinking")  # of Qwen3's and GLM's templates; DeepSeek's
 
 _FIELD_TO_TENSOR = {
@@ -92,28 +80,32 @@ def parse_completion(
     raw: bytes, reader: PromptReader, unknown: UnknownFields, settings: FrontSettings
 ) -> GenerationRequest:
     """The request to ``/v1/completions``; `ApiError` names what is wrong."""
-    body = read_body(raw, COMPLETION, unknown)
+    body = read_body(raw, CompletionBody, unknown)
     _check_model(body, reader)
-    given = _split_prompts(body.prompt)
     _template_variables(body)  # checked, though there is no template
-    max_tokens = _max_tokens(body) or DEFAULT_COMPLETION_TOKENS
+    max_tokens = body.max_completion_tokens or body.max_tokens or DEFAULT_COMPLETION_TOKENS
     adds_special = body.add_special_tokens is not False
-    ids = [_completion_prompt(each, reader, adds_special) for each in given]
-    prompts = _truncated(body, reader, ids, max_tokens)
+    ids = [
+        each
+        if isinstance(each, list)
+        else reader.encode(each, "prompt", add_special_tokens=adds_special)
+        for each in body.prompt
+    ]
+    if not all(ids):
+        raise bad_field("prompt", "empty: a prompt needs at least one token")
     if body.echo and body.logprobs is not None:
         raise unsupported("echo", "not together with logprobs: prompts have no log probabilities")
-    request = _request(body, COMPLETION, reader, prompts, max_tokens, body.logprobs, unknown)
-    if not body.echo:
-        return request
-    texts = (each if isinstance(each, str) else reader.decode(each) for each in given)
-    return replace(request, echoes=tuple(texts))
+    texts = (each if isinstance(each, str) else reader.decode(each) for each in body.prompt)
+    echoes = tuple(texts) if body.echo else ()
+    prompts = _truncated(body, reader, ids, max_tokens)
+    return _request(body, reader, prompts, max_tokens, body.logprobs, unknown, echoes)
 
 
 def parse_chat(
     raw: bytes, reader: PromptReader, unknown: UnknownFields, settings: FrontSettings
 ) -> GenerationRequest:
     """The request to ``/v1/chat/completions``; `ApiError` names what is wrong."""
-    body = read_body(raw, CHAT, unknown)
+    body = read_body(raw, ChatBody, unknown)
     _check_model(body, reader)
     messages, variables = read_messages(body.messages), _template_variables(body)
     ids = reader.encode_messages(
@@ -122,17 +114,11 @@ def parse_chat(
     if body.top_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "only together with logprobs = true")
     log_probs = (body.top_logprobs or 0) if body.logprobs else None
-    max_tokens = _max_tokens(body)
+    max_tokens = body.max_completion_tokens or body.max_tokens
     [prompt] = _truncated(body, reader, [ids], max_tokens or 1)
     room = max(1, reader.limits.max_seq_len - len(prompt))
     max_tokens = max_tokens or min(room, settings.default_max_tokens or room)
-    return _request(body, CHAT, reader, [prompt], max_tokens, log_probs, unknown)
-
-
-def _max_tokens(body: Body) -> int | None:
-    """OpenAI's newer name of ``max_tokens`` wins, as with other servers."""
-    max_tokens: int | None = body.max_completion_tokens or body.max_tokens
-    return max_tokens
+    return _request(body, reader, [prompt], max_tokens, log_probs, unknown)
 
 
 def _truncated(
@@ -153,20 +139,21 @@ def _truncated(
 
 def _request(
     body: Body,
-    call: str,
     reader: PromptReader,
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
     num_log_probs: int | None,
     unknown: UnknownFields,
+    echoes: tuple[str, ...] = (),
 ) -> GenerationRequest:
     """What the two calls have in common.
 
     ``num_log_probs``: likeliest tokens in each place; None for no log probabilities.
     """
-    is_chat = call == CHAT
+    is_chat = isinstance(body, ChatBody)
     _check_tools(body)
-    values = _sampling(body, reader)
+    guide_field, guide = _guide(body, unknown)
+    values = _sampling(body, reader) | guide
     num_answers = body.n or 1
     if num_answers > 1:
         values["num_return_sequences"] = num_answers
@@ -178,7 +165,6 @@ def _request(
         values["return_log_probs"] = True
     if num_log_probs:
         values["num_top_log_probs"] = num_log_probs
-    guide_field, guide = _read_guide(body, unknown)
     includes_usage, has_running_usage = _stream_options(body, unknown)
     for prompt in prompts:
         reader.limits.check(len(prompt), max_tokens, "messages" if is_chat else "prompt")
@@ -186,14 +172,15 @@ def _request(
         is_chat=is_chat,
         prompts=tuple(prompts),
         max_tokens=max_tokens,
-        values=values | guide,
+        values=values,
         num_answers=num_answers,
         is_streaming=bool(body.stream),
         includes_usage=includes_usage,
         has_log_probs=num_log_probs is not None,
         num_top_log_probs=num_log_probs or 0,
         has_running_usage=has_running_usage,
-        request_id=_request_id(body),
+        echoes=echoes,
+        request_id=body.request_id,
         has_token_ids=bool(body.return_token_ids),
         shows_ids=bool(body.return_tokens_as_token_ids),
         guide_field=guide_field,
@@ -207,76 +194,50 @@ def _check_model(body: Body, reader: PromptReader) -> None:
         raise model_not_found(reader.name)
 
 
-def _request_id(body: Body) -> str | None:
-    value: str | None = body.request_id
-    if value is not None and not (len(value) <= _MAX_REQUEST_ID and value.isprintable()):
-        raise bad_field("request_id", f"expected at most {_MAX_REQUEST_ID} printable characters")
-    return value
-
-
 def _check_tools(body: Body) -> None:
     """`ApiError` where the model may be asked to call a tool."""
     for list_name, choice_name in (("tools", "tool_choice"), ("functions", "function_call")):
         choice = getattr(body, choice_name)
-        if not is_empty(getattr(body, list_name)) and choice != "none":
+        if getattr(body, list_name) is not None and choice != "none":
             raise unsupported(list_name)
-        if not (is_empty(choice) or choice in ("none", "auto")):
+        if choice not in (None, "none", "auto"):
             raise unsupported(choice_name)
 
 
 def _stream_options(body: Body, unknown: UnknownFields) -> tuple[bool, bool]:
     """Whether the stream ends with its usage, and whether every event has the usage so far."""
-    name = "stream_options"
-    options = {key: each for key, each in (body.stream_options or {}).items() if not is_empty(each)}
-    if options and not body.stream:
-        raise bad_field(name, "only together with stream = true")
-    at_end, running = (options.pop(k, False) for k in ("include_usage", "continuous_usage_stats"))
-    if {type(at_end), type(running)} != {bool}:
-        raise bad_field(name, 'expected {"include_usage": true or false}')
-    if options.pop("include_obfuscation", False):
-        raise unsupported(f"{name}.include_obfuscation")
-    for key in options:
-        unknown.see(f"{name}.{key}")
-    return at_end, at_end and running  # the second is vLLM's, and nothing there without the first
+    options = body.stream_options
+    if options is None:
+        return False, False
+    options.check_others(unknown, "stream_options.")
+    if options.model_fields_set and not body.stream:
+        raise bad_field("stream_options", "only together with stream = true")
+    # vLLM's second option does nothing without the first.
+    return options.include_usage, options.include_usage and options.continuous_usage_stats
 
 
-# Prompts and what fills the chat template.
+def _guide(body: Body, unknown: UnknownFields) -> tuple[str, dict[str, object]]:
+    """The field that held the guide, and the guide as tensors; `ApiError` if several do."""
+    found = body.guides()
+    if body.structured_outputs is not None:
+        body.structured_outputs.check_others(unknown, "structured_outputs.")
+        found += body.structured_outputs.guides("structured_outputs.")
+    if len(found) > 1:
+        raise bad_field(found[1][0], f"given beside {found[0][0]}: an answer has one guide")
+    for name, (kind, text) in found:
+        return name, {"guided_decoding_guide_type": kind, "guided_decoding_guide": text}
+    return "response_format", {}
 
 
-def _split_prompts(value: Any) -> list[Any]:
-    """One prompt or several: a string, ids, or a list of either."""
-    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise bad_field("prompt", "expected a string, a list of token ids, or a list of either")
-    if len(value) > MAX_PROMPTS:
-        raise bad_field("prompt", f"{len(value)} prompts, at most {MAX_PROMPTS} are taken")
-    return value
-
-
-def _completion_prompt(value: Any, reader: PromptReader, adds_special: bool) -> tuple[int, ...]:
-    if isinstance(value, list):
-        if not value or not all(_is_id(each) and 0 <= each <= INT32_MAX for each in value):
-            raise bad_field("prompt", "a list of token ids holds whole numbers from 0")
-        return tuple(value)
-    text = checked_text("prompt", value)
-    ids = reader.encode(text, "prompt", add_special_tokens=adds_special)
-    if not ids:
-        raise bad_field("prompt", "empty: a prompt needs at least one token")
-    return tuple(ids)
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+# Variables of the chat template.
 
 
 def _template_variables(body: Body) -> Mapping[str, Any]:
     """``chat_template_kwargs``, and the fields that are such a variable by themselves."""
     variables: dict[str, Any] = {}
-    for name in ("enable_thinking", "thinking", "think", "reasoning"):
-        value = getattr(body, name)
-        if value is False or not is_empty(value):
-            variables |= _thinking(name, value)
+    if body.enable_thinking is not None:
+        variables["enable_thinking"] = body.enable_thinking
+    variables |= _thinking(body)
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     variables |= body.chat_template_kwargs or {}
@@ -286,27 +247,34 @@ def _template_variables(body: Body) -> Mapping[str, Any]:
     return variables
 
 
-def _thinking(name: str, value: Any) -> dict[str, Any]:
-    """The template's variables for a field that says whether, or how much, the model thinks.
+def _thinking(body: Body) -> dict[str, Any]:
+    """The template's variables for fields that say whether, or how much, the model thinks.
 
     Objects are those of GLM's and Anthropic's APIs, ``thinking: {"type": "enabled"}``, and of
     OpenRouter's, ``reasoning: {"effort": "low", "enabled": true}``.
     """
-    words = (name,) if name in ("enable_thinking", "thinking") else _THINKING_VARIABLES
-    effort = None
-    if isinstance(value, str) and name == "think":  # Ollama's; "low" to "high"
-        effort, value = value, True
-    elif isinstance(value, dict) and name == "thinking":
-        words, kind = _THINKING_VARIABLES, value.get("type")
-        value = {"enabled": True, "disabled": False}.get(kind) if isinstance(kind, str) else None
-    elif isinstance(value, dict) and name == "reasoning":
-        effort, value = value.get("effort"), value.get("enabled")
-        effort = None if is_empty(effort) else checked_text(f"{name}.effort", effort)
-        value = False if value is None and effort == "none" else value
-    if value is not None and not isinstance(value, bool):
-        raise bad_field(name, f"expected true or false, got {kind_of(value)}")
-    variables: dict[str, Any] = {} if value is None else dict.fromkeys(words, value)
-    return variables if effort is None else {**variables, "reasoning_effort": effort}
+    variables: dict[str, Any] = {}
+    if isinstance(body.thinking, bool):
+        variables["thinking"] = body.thinking
+    elif body.thinking is not None:
+        kind = body.thinking.get("type")
+        if kind in ("enabled", "disabled"):
+            variables |= dict.fromkeys(_THINKING_VARIABLES, kind == "enabled")
+    if isinstance(body.think, str):  # Ollama's "low" to "high"
+        variables["reasoning_effort"] = body.think
+    if body.think is not None:
+        variables |= dict.fromkeys(_THINKING_VARIABLES, body.think is not False)
+    reasoning = body.reasoning if isinstance(body.reasoning, dict) else {"enabled": body.reasoning}
+    effort, is_on = reasoning.get("effort") or None, reasoning.get("enabled")
+    if not isinstance(effort, str | None):
+        raise bad_field("reasoning.effort", f"expected a string, got {kind_of(effort)}")
+    if not isinstance(is_on, bool | None):
+        raise bad_field("reasoning", f"expected true or false, got {kind_of(is_on)}")
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+    if is_on is not None or effort == "none":
+        variables |= dict.fromkeys(_THINKING_VARIABLES, bool(is_on))
+    return variables
 
 
 # Sampling.
@@ -326,7 +294,7 @@ def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
     seed = body.sampling_seed if body.seed is None else body.seed
     if seed is not None:
         values["random_seed"] = seed % 2**64
-    if not is_empty(body.logit_bias):
+    if body.logit_bias is not None:
         values["embedding_bias"] = _embedding_bias(body.logit_bias, reader.limits.vocab_size)
     if body.include_stop_str_in_output or body.no_stop_trim:
         values["include_stop_str_in_output"] = True
@@ -338,11 +306,10 @@ def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
 def _end_tokens(body: Body, reader: PromptReader) -> dict[str, object]:
     """The tokens that end the answer: the client's, and the model's unless they are ignored."""
     limits, values = reader.limits, dict[str, object]()
-    given = [] if is_empty(body.stop_token_ids) else body.stop_token_ids
+    stop_token_ids = set(body.stop_token_ids or ())
     bound = limits.vocab_size - 1
-    if not isinstance(given, list) or not all(_is_id(i) and 0 <= i <= bound for i in given):
+    if not all(0 <= token_id <= bound for token_id in stop_token_ids):
         raise bad_field("stop_token_ids", f"expected a list of token ids from 0 to {bound}")
-    stop_token_ids = set(given)
     if not body.ignore_eos:
         values["end_id"] = limits.end_id
         stop_token_ids |= set(limits.stop_token_ids)
@@ -351,12 +318,10 @@ def _end_tokens(body: Body, reader: PromptReader) -> dict[str, object]:
     return values
 
 
-def _embedding_bias(value: Any, vocab_size: int) -> npt.NDArray[np.float32]:
+def _embedding_bias(biases: Mapping[str, Any], vocab_size: int) -> npt.NDArray[np.float32]:
     """A bias for every token ``[vocab_size]`` from an object of token ids and biases."""
-    if not isinstance(value, dict):
-        raise bad_field("logit_bias", "expected an object of token ids and numbers")
     result = np.zeros(vocab_size, dtype=np.float32)
-    for key, bias in value.items():
+    for key, bias in biases.items():
         # Only digits: int() would also read blanks, signs and underscores.
         if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
             raise bad_field("logit_bias", f"keys are token ids from 0 to {vocab_size - 1}")
@@ -364,117 +329,3 @@ def _embedding_bias(value: Any, vocab_size: int) -> npt.NDArray[np.float32]:
             raise bad_field("logit_bias", "values are numbers from -100 to 100")
         result[int(key)] = bias
     return result
-
-
-# Guided decoding.
-
-_Guide = dict[str, object]  # its two tensors; empty for none
-
-_META = re.compile(r"([\\.+*?()|\[\]{}^$])")
-_STRUCTURED_OFF = (
-    "disable_any_whitespace",
-    "disable_additional_properties",
-    "whitespace_pattern",
-    "structural_tag",
-)
-
-
-def _read_guide(body: Body, unknown: UnknownFields) -> tuple[str, _Guide]:
-    """The guide of a request and the field that held it; `ApiError` if several do."""
-    found: list[tuple[str, _Guide]] = []
-    for name, read in _GUIDE_FIELDS.items():
-        value = getattr(body, name)
-        if not is_empty(value) and (guide := read(name, value)):
-            found.append((name, guide))
-    for key, value in (body.structured_outputs or {}).items():
-        name = f"structured_outputs.{key}"
-        if is_empty(value) or key == "disable_fallback":
-            continue
-        if key in _STRUCTURED_OUTPUTS:
-            found.append((name, _STRUCTURED_OUTPUTS[key](name, value)))
-        elif key in _STRUCTURED_OFF:
-            raise unsupported(name)
-        else:
-            unknown.see(name)
-    if len(found) > 1:
-        raise bad_field(found[1][0], f"given beside {found[0][0]}: an answer has one guide")
-    return found[0] if found else ("response_format", {})
-
-
-def _guide(kind: str, text: str) -> _Guide:
-    return {"guided_decoding_guide_type": kind, "guided_decoding_guide": text}
-
-
-def _schema(name: str, value: Any) -> _Guide:
-    """A JSON schema, as an object or as its text."""
-    if isinstance(value, str):
-        return _guide("json_schema", checked_text(name, value))
-    if not isinstance(value, dict):
-        raise bad_field(name, "the schema must be an object")
-    try:
-        return _guide("json_schema", json.dumps(value, separators=(",", ":")))
-    except RecursionError:  # parsing it needed a few frames less
-        raise bad_field(name, "the schema is nested too deeply") from None
-
-
-def _object(name: str, value: Any) -> _Guide:
-    if value is not True:
-        raise bad_field(name, "expected true or false")
-    # The server's own "json" allows arrays as well.
-    return _schema(name, {"type": "object"})
-
-
-def _regex(name: str, value: Any) -> _Guide:
-    return _guide("regex", checked_text(name, value))
-
-
-def _grammar(name: str, value: Any) -> _Guide:
-    return _guide("ebnf_grammar", checked_text(name, value))
-
-
-def _choice(name: str, value: Any) -> _Guide:
-    if not isinstance(value, list):
-        raise bad_field(name, "expected a list of strings")
-    texts = [_META.sub(r"\\\1", checked_text(name, each)) for each in value]
-    return _guide("regex", f"({'|'.join(texts)})")
-
-
-def _response_format(name: str, value: Any) -> _Guide:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return {}
-    if kind == "json_object":
-        # OpenAI promises an object. Other servers take its schema right here.
-        schema = value.get("schema")
-        if not isinstance(schema, (dict, NoneType)):
-            raise bad_field(name, "schema must be an object")
-        return _object(name, True) if schema is None else _schema(name, schema)
-    if kind == "json_schema":
-        holder = value.get("json_schema")
-        schema = holder.get("schema") if isinstance(holder, dict) else None
-        if not isinstance(schema, dict):
-            raise bad_field(name, "json_schema.schema must be an object")
-        return _schema(name, schema)
-    if kind in ("regex", "ebnf"):
-        return (_regex if kind == "regex" else _grammar)(f"{name}.{kind}", value.get(kind))
-    raise bad_field(name, "type must be text, json_object, json_schema, regex or ebnf")
-
-
-_Reader = Callable[[str, Any], _Guide]
-
-_STRUCTURED_OUTPUTS: Mapping[str, _Reader] = {
-    "json": _schema,
-    "json_object": _object,
-    "regex": _regex,
-    "choice": _choice,
-    "grammar": _grammar,
-}
-_GUIDE_FIELDS: Mapping[str, _Reader] = {
-    "response_format": _response_format,
-    **{f"guided_{name}": read for name, read in _STRUCTURED_OUTPUTS.items()},
-    "regex": _regex,
-    "ebnf": _grammar,
-    "grammar": _grammar,
-    "json_schema": _schema,
-}
-"""Fields of OpenAI, then of vLLM, SGLang (three) and llama.cpp."""

@@ -19,7 +19,7 @@ from inflight_openai.chat import (
     special_tokens,
     with_objects,
 )
-from inflight_openai.errors import TOO_LONG, ApiError, bad_field, checked_text
+from inflight_openai.errors import TOO_LONG, ApiError, bad_field
 from inflight_openai.special_tokens import Marks, SpecialTokens
 
 _MAX_CHARACTERS_PER_TOKEN = 128
@@ -142,7 +142,6 @@ class PromptReader:
             raise bad_field("messages", f"refused by the chat template: {error}") from None
         except RecursionError:
             raise bad_field("messages", "nested too deeply") from None
-        checked_text("messages", text)
         if marks is None:
             return self.encode(text, "messages", add_special_tokens=add_special_tokens)
         self._check_size(text, "messages")

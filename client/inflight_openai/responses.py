@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from inflight_openai.generation import GenerationRequest
@@ -38,31 +38,6 @@ class TextOffsets:
         return offsets
 
 
-@dataclass(slots=True)
-class Choice:
-    """One answer so far."""
-
-    texts: list[str] = field(default_factory=list)
-    num_tokens: int = 0
-    offsets: TextOffsets = field(default_factory=TextOffsets)
-    log_probs: list[TokenLogProbs] = field(default_factory=list)
-    reason: str = ""
-    token_ids: list[int] = field(default_factory=list)
-
-    def add(self, piece: Piece) -> None:
-        """Append the next piece."""
-        self.texts.append(piece.text)
-        self.num_tokens += piece.num_tokens
-        self.log_probs.extend(piece.log_probs)
-        self.token_ids.extend(piece.token_ids)
-        self.reason = self.reason or piece.reason
-
-    @property
-    def finish_reason(self) -> str:
-        """``length`` where a limit of tokens or of time ended the answer, else ``stop``."""
-        return "length" if self.reason in ("length", "timed_out") else "stop"
-
-
 @dataclass(frozen=True, slots=True)
 class Head:
     """The fields that all objects of one answer share; ``created`` in seconds since 1970."""
@@ -80,10 +55,9 @@ class Head:
         return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
 
 
-def new_choices(request: GenerationRequest) -> list[Choice]:
-    """The answers of a request; each begins with the text of its prompt if it is echoed."""
-    echoes = request.echoes or [""] * len(request.prompts)
-    return [Choice([echo]) for echo in echoes for _ in range(request.num_answers)]
+def finish_reason(reason: str) -> str:
+    """``length`` where a limit of tokens or of time ended the answer, else ``stop``."""
+    return "length" if reason in ("length", "timed_out") else "stop"
 
 
 def usage(request: GenerationRequest, num_new: int) -> dict[str, int]:
@@ -96,33 +70,63 @@ def usage(request: GenerationRequest, num_new: int) -> dict[str, int]:
     }
 
 
-def whole_answer(
-    head: Head, request: GenerationRequest, choices: Sequence[Choice], token_of: TokenOf
-) -> dict[str, Any]:
-    """The body of a whole answer."""
-    rows = []
-    for index, choice in enumerate(choices):
-        text = "".join(choice.texts)
-        log_probs = None
-        if request.has_log_probs:
-            log_probs = _log_probs(request, choice.log_probs, token_of, TextOffsets())
-        content: dict[str, Any] = {"text": text}
+def _echoes(request: GenerationRequest) -> list[str]:
+    """What each answer begins with."""
+    echoes = request.echoes or [""] * len(request.prompts)
+    return [echo for echo in echoes for _ in range(request.num_answers)]
+
+
+class WholeAnswer:
+    """Collects the pieces of the answers to one request, for one body."""
+
+    def __init__(self, head: Head, request: GenerationRequest, token_of: TokenOf) -> None:
+        self.num_tokens = 0
+        self._head = head
+        self._request = request
+        self._token_of = token_of
+        self._texts = _echoes(request)
+        self._pieces: list[list[Piece]] = [[] for _ in self._texts]
+
+    def add(self, piece: Piece) -> None:
+        """Append the next piece."""
+        self.num_tokens += piece.num_tokens
+        self._pieces[piece.index].append(piece)
+
+    def encode(self) -> bytes:
+        """The body as JSON."""
+        return json.dumps(self.body()).encode()
+
+    def body(self) -> dict[str, Any]:
+        """The body."""
+        request = self._request
+        has_prompt_ids = request.has_token_ids and request.is_chat
+        return {
+            **self._head.fields(is_chunk=False),
+            **({"prompt_token_ids": request.prompts[0]} if has_prompt_ids else {}),
+            "choices": [self._choice(index) for index in range(len(self._pieces))],
+            "usage": usage(request, self.num_tokens),
+            "system_fingerprint": None,  # some clients (MLCommons') need the key
+        }
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        request, pieces = self._request, self._pieces[index]
+        text = self._texts[index] + "".join(piece.text for piece in pieces)
+        choice: dict[str, Any] = {"index": index}
         if request.is_chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
         if request.has_token_ids:
-            content |= {"token_ids": choice.token_ids}
-        if request.has_token_ids and not request.is_chat:
-            content |= {"prompt_token_ids": request.prompts[index // request.num_answers]}
-        ending = {"logprobs": log_probs, "finish_reason": choice.finish_reason}
-        rows.append({"index": index, **content, **ending})
-    has_prompt_ids = request.has_token_ids and request.is_chat
-    return {
-        **head.fields(is_chunk=False),
-        **({"prompt_token_ids": request.prompts[0]} if has_prompt_ids else {}),
-        "choices": rows,
-        "usage": usage(request, sum(choice.num_tokens for choice in choices)),
-        "system_fingerprint": None,  # some clients (MLCommons') need the key
-    }
+            choice["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
+            if not request.is_chat:
+                choice["prompt_token_ids"] = request.prompts[index // request.num_answers]
+        choice["logprobs"] = None
+        if request.has_log_probs:
+            rows = [row for piece in pieces for row in piece.log_probs]
+            choice["logprobs"] = log_probs(request, rows, self._token_of, TextOffsets())
+        reasons = (piece.reason for piece in pieces if piece.reason)
+        choice["finish_reason"] = finish_reason(next(reasons, ""))
+        return choice
 
 
 class EventWriter:
@@ -135,8 +139,43 @@ class EventWriter:
         self._num_new = 0
         self._text_key = '"delta": {"content": ' if request.is_chat else '"text": '
         self._text_end = "}" if request.is_chat else ""
+        echoes = _echoes(request)
+        self._reasons = [""] * len(echoes)
+        self._offsets = [TextOffsets() for _ in echoes]
+        self._opening = b"".join(self._open(index, echo) for index, echo in enumerate(echoes))
 
-    def opening(self, index: int) -> bytes:
+    def piece(self, piece: Piece) -> bytes:
+        """The event of ``piece``, behind those that open the stream; empty if it adds nothing yet.
+
+        Takes every piece in order, as it counts the usage so far.
+        """
+        self._num_new += piece.num_tokens
+        self._reasons[piece.index] = self._reasons[piece.index] or piece.reason
+        if not piece.text and not piece.log_probs and not piece.token_ids:
+            return b""
+        rows = "null"
+        if self._request.has_log_probs:
+            offsets = self._offsets[piece.index]
+            rows = json.dumps(log_probs(self._request, piece.log_probs, self._token_of, offsets))
+        content = f"{self._text_key}{json.dumps(piece.text)}{self._text_end}"
+        if self._request.has_token_ids:
+            content += f', "token_ids": {json.dumps(list(piece.token_ids))}'
+        opening, self._opening = self._opening, b""
+        return opening + self._event(piece.index, content, rows, "null")
+
+    def ending(self) -> bytes:
+        """The last event of each answer, and that of the usage if the client asked for it."""
+        content = '"delta": {}' if self._request.is_chat else '"text": ""'
+        events = [
+            self._event(index, content, "null", f'"{finish_reason(reason)}"')
+            for index, reason in enumerate(self._reasons)
+        ]
+        if self._request.includes_usage:
+            numbers = json.dumps(usage(self._request, self._num_new))
+            events.append(f'{self._start}], "usage": {numbers}}}\n\n'.encode())
+        return self._opening + b"".join(events)
+
+    def _open(self, index: int, echo: str) -> bytes:
         """The first event of an answer: the role in a chat, and the prompt's text or ids if the
         request asks for them; empty without any of these."""
         request = self._request
@@ -145,37 +184,9 @@ class EventWriter:
         if request.is_chat:
             content = '"delta": {"role": "assistant", "content": ""}'
             return self._event(index, content, "null", "null", of_event=ids)
-        echo = request.echoes[index // request.num_answers] if request.echoes else ""
         if not (echo or ids):
             return b""
         return self._event(index, f'"text": {json.dumps(echo)}{ids}', "null", "null")
-
-    def piece(self, index: int, piece: Piece, choice: Choice) -> bytes:
-        """The event of ``piece``; empty if it adds nothing yet. Takes every piece in order, as it
-        counts the usage so far."""
-        self._num_new += piece.num_tokens
-        if not piece.text and not piece.log_probs and not piece.token_ids:
-            return b""
-        log_probs = "null"
-        if self._request.has_log_probs:
-            rows = _log_probs(self._request, piece.log_probs, self._token_of, choice.offsets)
-            log_probs = json.dumps(rows)
-        content = f"{self._text_key}{json.dumps(piece.text)}{self._text_end}"
-        if self._request.has_token_ids:
-            content += f', "token_ids": {json.dumps(list(piece.token_ids))}'
-        return self._event(index, content, log_probs, "null")
-
-    def end(self, index: int, choice: Choice) -> bytes:
-        """The last event of an answer."""
-        content = '"delta": {}' if self._request.is_chat else '"text": ""'
-        return self._event(index, content, "null", f'"{choice.finish_reason}"')
-
-    def usage(self) -> bytes:
-        """The event that ends a stream whose client asked for its usage."""
-        if not self._request.includes_usage:
-            return b""
-        numbers = json.dumps(usage(self._request, self._num_new))
-        return f'{self._start}], "usage": {numbers}}}\n\n'.encode()
 
     def _event(
         self, index: int, content: str, log_probs: str, finish: str, of_event: str = ""
@@ -198,7 +209,7 @@ def error_event(body: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(body)}\n\n".encode()
 
 
-def _log_probs(
+def log_probs(
     request: GenerationRequest,
     rows: Sequence[TokenLogProbs],
     token_of: TokenOf,

@@ -1,8 +1,8 @@
-"""The fields of a request body in one table: what they hold, and what is done with them.
+"""The body of a request: the fields that are honoured as pydantic models, and the names of others.
 
-The pydantic models of the bodies, ``--strict`` and the table of docs/clients.md are made from it.
-The names are those of OpenAI's API and of the servers, gateways and SDKs whose clients send more
-than that. Null, false and empty values ask for nothing, unless a field is true by default.
+Clients of other servers, gateways and SDKs send more fields than OpenAI's API has; docs/clients.md
+has all of them. Null, false and empty values ask for nothing, unless a field is true by default. A
+field that would change the answer and is not supported is refused by name.
 """
 
 from __future__ import annotations
@@ -10,101 +10,359 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Annotated, Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from annotated_types import Interval
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
+    TypeAdapter,
     ValidationError,
+    ValidationInfo,
     create_model,
+    field_validator,
+    model_validator,
 )
+from pydantic_core import from_json
 
-from inflight_openai.errors import ApiError, bad_field, kind_of, unsupported
-from inflight_openai.settings import MAX_PROMPTS, MAX_STOP_STRINGS, MAX_TOP_LOG_PROBS
-from inflight_scheduler.sampling import SETTINGS
+from inflight_openai.errors import ApiError, bad_field, kind_of, named_error, unsupported
+from inflight_openai.settings import MAX_MESSAGES, MAX_PROMPTS, MAX_STOP_STRINGS, MAX_TOP_LOG_PROBS
+from inflight_scheduler.sampling import MAX_INT32, SETTINGS
 
 _logger = logging.getLogger(__name__)
 
-INT32_MAX = 2**31 - 1
 _MAX_SHOWN = 40  # characters of a number in an error: JSON's integers may have thousands of digits
 _MAX_LOGGED = 100  # unknown names in one run
+_MAX_REQUEST_ID = 128  # characters
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)  # longer "names" may be text of a prompt
+_REGEX_SYNTAX = re.compile(r"([\\.+*?()|\[\]{}^$])")
+
+Prompt = str | list[int]
+Guide = tuple[str, str]
+"""What the answer must be: the tensors ``guided_decoding_guide_type`` and its ``guide``."""
+
+_OPTIONAL_GUIDE: Any = Guide | None
+_Body = TypeVar("_Body", bound="Body")
 
 
-def _encodable(text: str) -> str:
-    """JSON may escape halves of surrogate pairs, which no tokenizer takes."""
-    text.encode()
-    return text
+def shown_number(value: float) -> str:
+    """A number as errors quote it."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-_TEXT = Annotated[str, AfterValidator(_encodable)]
-_STOP = Annotated[
-    list[Annotated[_TEXT, Field(min_length=1)]],
+# Types of fields.
+
+
+def _between(low: float, high: float) -> BeforeValidator:
+    """Refuses numbers outside ``low..high``."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            bounds = f"{shown_number(low)}..{shown_number(high)}"
+            raise ValueError(f"{shown_number(value)} is outside {bounds}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _flag_or(kind: type) -> PlainValidator:
+    """Takes true, false, or a value of ``kind``."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, (bool, kind)):
+            raise ValueError(f"expected true or false, got {kind_of(value)}")
+        return value
+
+    return PlainValidator(check)
+
+
+def _check_request_id(value: str) -> str:
+    if len(value) > _MAX_REQUEST_ID or not value.isprintable():
+        raise ValueError(f"expected at most {_MAX_REQUEST_ID} printable characters")
+    return value
+
+
+def _are_ids(values: Sequence[Any]) -> bool:
+    return all(type(each) is int and 0 <= each <= MAX_INT32 for each in values)
+
+
+def _read_prompts(value: Any) -> Sequence[Prompt]:
+    """One prompt or several: a string, token ids, or a list of either."""
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("expected a string, a list of token ids, or a list of either")
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"{len(value)} prompts, at most {MAX_PROMPTS} are taken")
+    for each in value:
+        if not (isinstance(each, str) or (isinstance(each, list) and each and _are_ids(each))):
+            raise ValueError("expected strings, or lists of token ids (whole numbers from 0)")
+    return value
+
+
+def _text_of(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected a string, got {kind_of(value)}")
+    return value
+
+
+def _schema_guide(value: Any) -> Guide:
+    """A JSON schema, as an object or as its text."""
+    if not isinstance(value, (dict, str)):
+        raise ValueError("the schema must be an object")
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    return "json_schema", text
+
+
+def _regex_guide(value: Any) -> Guide:
+    return "regex", _text_of(value)
+
+
+def _grammar_guide(value: Any) -> Guide:
+    return "ebnf_grammar", _text_of(value)
+
+
+def _choice_guide(value: Any) -> Guide:
+    if not isinstance(value, list):
+        raise ValueError("expected a list of strings")
+    texts = [_REGEX_SYNTAX.sub(r"\\\1", _text_of(each)) for each in value]
+    return "regex", f"({'|'.join(texts)})"
+
+
+def _object_guide(value: Any) -> Guide:
+    if value is not True:
+        raise ValueError("expected true or false")
+    return _schema_guide({"type": "object"})  # the server's own "json" allows arrays as well
+
+
+def _response_format_guide(value: Any) -> Guide | None:
+    value = value if isinstance(value, dict) else {}
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":  # OpenAI promises an object; other servers take its schema here
+        schema = value.get("schema")
+        if not (schema is None or isinstance(schema, dict)):
+            raise ValueError("schema must be an object")
+        return _object_guide(True) if schema is None else _schema_guide(schema)
+    if kind == "json_schema":
+        holder = value.get("json_schema")
+        schema = holder.get("schema") if isinstance(holder, dict) else None
+        if not isinstance(schema, dict):
+            raise ValueError("json_schema.schema must be an object")
+        return _schema_guide(schema)
+    if kind in ("regex", "ebnf"):
+        return (_regex_guide if kind == "regex" else _grammar_guide)(value.get(kind))
+    raise ValueError("type must be text, json_object, json_schema, regex or ebnf")
+
+
+_Count = Annotated[int, _between(1, MAX_INT32)]
+_Natural = Annotated[int, _between(0, MAX_INT32)]
+_Seed = Annotated[int, _between(-(2**63), 2**63 - 1)]
+_Share = Annotated[float, _between(0, 1)]
+_Penalty = Annotated[float, _between(-2, 2)]
+_NumLogProbs = Annotated[int, _between(0, MAX_TOP_LOG_PROBS)]
+_StopString = Annotated[str, Field(min_length=1)]
+_StopStrings = Annotated[
+    list[_StopString],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     Field(max_length=MAX_STOP_STRINGS),
 ]
-_COUNT = Annotated[int, Interval(ge=1, le=INT32_MAX)]
-_NATURAL = Annotated[int, Interval(ge=0, le=INT32_MAX)]
-_SEED = Annotated[int, Interval(ge=-(2**63), le=2**63 - 1)]
-_NUM_LOG_PROBS = Annotated[int, Interval(ge=0, le=MAX_TOP_LOG_PROBS)]
-_PENALTY = Annotated[float, Interval(ge=-2, le=2)]
-_SHARE = Annotated[float, Interval(ge=0, le=1)]
+_SchemaGuide = Annotated[Guide | None, PlainValidator(_schema_guide)]
+_RegexGuide = Annotated[Guide | None, PlainValidator(_regex_guide)]
+_ChoiceGuide = Annotated[Guide | None, PlainValidator(_choice_guide)]
+_GrammarGuide = Annotated[Guide | None, PlainValidator(_grammar_guide)]
+_ObjectGuide = Annotated[Guide | None, PlainValidator(_object_guide)]
 
 
-class Action(Enum):
-    """What is done with a field."""
+# Messages of a chat.
 
-    HONOURED = "honoured"  # used by `inflight_openai.generation`
-    IGNORED = "ignored"  # no value of it changes the text of the answer
-    REFUSED = "refused"  # it would change the answer, unless its value asks for nothing
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
-
-COMPLETION = "completions"
-CHAT = "chats"
+_KINDS = ("text", "refusal")
+"""Kinds of parts of a message; the text of each stands under the name of its kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class FieldGroup:
-    """Fields that are treated alike; a row of the table.
+class _Object(BaseModel):
+    model_config = ConfigDict(strict=True)
 
-    ``types``: of honoured fields, ``Any`` for those that are checked where they are used, and of
-    ignored ones that are checked. ``call``: the only call that has the fields.
-    ``neutral``: values that ask for nothing, by name, beside null, false and empty ones.
-    ``inner``: names that an object may hold that is otherwise refused.
-    """
 
-    origin: str
-    action: Action
-    note: str
-    names: tuple[str, ...]
-    types: Mapping[str, Any] = field(default_factory=dict)
-    call: str = ""
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    inner: frozenset[str] = frozenset()
+class _Part(_Object):
+    text: str = ""
+    refusal: str = ""
 
-    def check(self, name: str, value: Any) -> None:
-        """`ApiError` if a request with ``value`` in an ignored or refused field is refused."""
-        if self.action is Action.REFUSED:
-            if not self._asks_for_nothing(name, value):
-                raise unsupported(name)
-        elif name in self.types and not (is_empty(value) or isinstance(value, self.types[name])):
-            expected = kind_of(self.types[name]())
-            raise bad_field(name, f"expected {expected}, got {kind_of(value)}")
+    @model_validator(mode="before")
+    @classmethod
+    def _take_text(cls, value: Any) -> dict[str, Any]:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind not in _KINDS:
+            raise ValueError('only parts of the form {"type": "text", "text": ...} are taken')
+        return {kind: value.get(kind)}
 
-    def _asks_for_nothing(self, name: str, value: Any) -> bool:
-        neutral = self.neutral.get(name, ())
-        if any(_is_same(value, each) for each in neutral):
-            return True
-        if isinstance(value, dict):
-            return all(key in self.inner or is_empty(each) for key, each in value.items())
-        return is_empty(value) and not (value is False and True in neutral)
+
+class _Function(_Object):
+    name: str
+    arguments: Any = None
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_text_or_object(cls, value: Any) -> Any:
+        if not isinstance(value, str | dict | None):
+            raise ValueError(f"expected a string, got {kind_of(value)}")
+        return value
+
+
+class _ToolCall(_Object):
+    id: str | None = None
+    type: str | None = None
+    function: _Function
+
+
+class _Message(_Object):
+    role: str
+    content: list[_Part] | None = Field(None, validate_default=True)
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    function_call: _Function | None = None
+
+    @field_validator("role")
+    @classmethod
+    def _is_known(cls, role: str) -> str:
+        if role not in ROLES:
+            raise ValueError(f"expected one of {', '.join(ROLES)}")
+        return role
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _split(cls, content: Any, info: ValidationInfo) -> Any:
+        """A text is one part; only an assistant may say nothing."""
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        is_missing = content is None and info.data.get("role") != "assistant"
+        if is_missing or not isinstance(content, list | None):
+            raise ValueError(f"expected a string, got {kind_of(content)}")
+        return content
+
+
+_MESSAGES = TypeAdapter(list[_Message])
+
+
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """The messages of a chat with their content as text; `ApiError` names the faulty one."""
+    if not isinstance(value, list) or not value:
+        raise bad_field("messages", "expected a list of at least one message")
+    if len(value) > MAX_MESSAGES:
+        raise bad_field("messages", f"{len(value)} messages, at most {MAX_MESSAGES} are taken")
+    try:
+        checked = _MESSAGES.validate_python(value)
+    except ValidationError as error:
+        raise named_error(error, "messages") from None
+    return [_message(*each) for each in zip(value, checked, strict=True)]
+
+
+def _message(given: Mapping[str, Any], checked: _Message) -> dict[str, Any]:
+    """What the client gave, in its order, with the content as text."""
+    # Templates test whether a key is there, and not whether its value is null or empty.
+    message = {key: each for key, each in given.items() if each is not None}
+    if not checked.tool_calls:
+        message.pop("tool_calls", None)
+    if checked.content is not None:
+        message["content"] = "\n".join(part.text or part.refusal for part in checked.content)
+    elif not checked.tool_calls:
+        message["content"] = ""
+    elif "content" in given:
+        message["content"] = None  # some templates read it beside tool calls
+    return message
+
+
+# Fields that are ignored or refused.
+
+_OLLAMA_SIZES = (
+    *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa"),
+    *("low_vram", "use_mmap", "use_mlock"),
+)
+
+IGNORED: frozenset[str] = frozenset(
+    (
+        "prediction",  # OpenAI
+        *("priority", "guided_decoding_backend", "include_reasoning"),  # vLLM
+        *("spaces_between_special_tokens", "length_penalty", "early_stopping"),
+        *("separate_reasoning", "stream_reasoning", "rid", "data_parallel_rank"),  # SGLang
+        *("extra_key", "return_cached_tokens_details"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+        *_OLLAMA_SIZES,  # Ollama, llama.cpp
+        *("keep_alive", "cache_prompt", "id_slot", "mirostat_tau", "mirostat_eta"),
+        *("repeat_last_n", "dynatemp_exponent", "dry_base", "dry_allowed_length"),
+        "xtc_threshold",
+        *("provider", "transforms", "models", "route", "usage"),  # OpenRouter
+    )
+)
+"""No value of these changes the text of the answer."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "modalities": (["text"],),  # OpenAI
+    "prompt_cache_options": ({"mode": "implicit"},),
+    "add_generation_prompt": (True,),  # vLLM
+    "detokenize": (True,),
+    "top_p_min": (0,),  # TensorRT-LLM
+    "beam_search_diversity_rate": (0,),
+    "num_predict": (-1,),  # Ollama, llama.cpp
+    "n_predict": (-1,),
+    "repeat_penalty": (1,),
+    "typical_p": (1,),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "top_n_sigma": (-1, 0),
+    "top_a": (0,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "penalty_alpha": (0,),
+    "do_sample": (True,),  # Transformers, koboldcpp
+    "num_beams": (1,),
+    "rep_pen": (1,),
+    "mirostat_mode": (0,),
+    "smoothing_factor": (0,),
+    "top_logprobs": (0,),  # in completions
+}
+"""Values of refused fields that ask for nothing, beside null, false and empty ones."""
+
+_NEUTRAL_KEYS: Mapping[str, frozenset[str]] = {
+    "options": frozenset(_OLLAMA_SIZES),
+    "nvext": frozenset({"annotations", "backend_instance_id", "agent_hints", "extra_fields"}),
+}
+"""What may be in an object that is otherwise refused."""
+
+REFUSED: frozenset[str] = frozenset(
+    (
+        *("audio", "moderation", "suffix", "web_search_options"),  # OpenAI
+        *("prompt_logprobs", "allowed_token_ids", "use_beam_search", "logits_processors"),  # vLLM
+        *("documents", "chat_template", "mm_processor_kwargs", "kv_transfer_params"),
+        *("vllm_xargs", "guided_whitespace_pattern", "structural_tag", "continue_final_message"),
+        *("return_hidden_states", "lora_path", "lora_request", "session_params"),  # SGLang
+        *("stop_regex", "custom_logit_processor", "custom_params", "disaggregated_params"),
+        *("return_context_logits", "return_generation_logits"),  # TensorRT-LLM
+        *("samplers", "template", "system", "images", "context", "raw", "format"),  # Ollama
+        *("plugins", "preset"),  # OpenRouter
+        "random_seed",  # Mistral
+        *("stop_sequences", "max_new_tokens", "max_output_tokens", "input", "instructions"),
+        *NEUTRAL,
+        *_NEUTRAL_KEYS,
+    )
+)
+"""These would change the answer, unless their value asks for nothing."""
 
 
 def is_empty(value: Any) -> bool:
@@ -112,306 +370,15 @@ def is_empty(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
-
-
-def _honoured(origin: str, note: str, *names: str, call: str = "", **types: Any) -> FieldGroup:
-    """``names`` are of type ``Any``; ``types`` adds its own names."""
-    every = {**dict.fromkeys(names, Any), **types}
-    return FieldGroup(origin, Action.HONOURED, note, tuple(every), every, call)
-
-
-def _ignored(origin: str, note: str, *names: str, **types: type) -> FieldGroup:
-    """``types`` adds its own names."""
-    return FieldGroup(origin, Action.IGNORED, note, (*names, *types), types)
-
-
-def _refused(
-    origin: str, note: str, *names: str, inner: tuple[str, ...] = (), **neutral: tuple[Any, ...]
-) -> FieldGroup:
-    """``neutral`` adds its own names."""
-    every = (*names, *neutral)
-    return FieldGroup(origin, Action.REFUSED, note, every, neutral=neutral, inner=frozenset(inner))
-
-
-def _other_settings(*names: str) -> dict[str, Any]:
-    """Types of all sampling settings but ``names``, which have bounds of OpenAI's or of vLLM's."""
-    types = {}
-    for each in SETTINGS.values():
-        if each.option and each.option not in names:
-            kind = float if each.dtype == "FP32" else int
-            types[each.option] = Annotated[kind, Interval(ge=each.minimum, le=each.maximum)]
-    return types
-
-
-_OLLAMA_SIZES = (
-    *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa"),
-    *("low_vram", "use_mmap", "use_mlock"),
-)
-
-GROUPS: tuple[FieldGroup, ...] = (
-    _honoured("OpenAI", "the one that is served", model=_TEXT),
-    _honoured("OpenAI", "text, token ids, or a list of either", "prompt", call=COMPLETION),
-    _honoured("OpenAI", "messages whose content is text", "messages", call=CHAT),
-    _honoured(
-        "OpenAI",
-        "default 16 for completions, all that fits for chats (`--default-max-tokens`); the second "
-        "wins",
-        max_tokens=_COUNT,
-        max_completion_tokens=_COUNT,
-    ),
-    _honoured(
-        "OpenAI",
-        "as OpenAI has them: without the first two an answer is drawn with both at 1; 0 of either "
-        "takes the likeliest token",
-        temperature=Annotated[float, Interval(ge=0, le=2)],
-        top_p=_SHARE,
-        seed=_SEED,
-        stream=bool,
-    ),
-    _honoured(
-        "OpenAI",
-        "as OpenAI has them; up to 16 stop strings",
-        "logit_bias",
-        stop=_STOP,
-        n=Annotated[int, Interval(ge=1, le=MAX_PROMPTS)],
-        presence_penalty=_PENALTY,
-        frequency_penalty=_PENALTY,
-    ),
-    _honoured(
-        "OpenAI",
-        "up to 20 likeliest tokens in each place",
-        call=COMPLETION,
-        logprobs=_NUM_LOG_PROBS,
-    ),
-    _honoured(
-        "OpenAI",
-        "up to 20 likeliest tokens in each place, together with `logprobs`",
-        call=CHAT,
-        logprobs=bool,
-        top_logprobs=_NUM_LOG_PROBS,
-    ),
-    _honoured(
-        "OpenAI",
-        "`include_usage`; beside it vLLM's `continuous_usage_stats`: every event tells the usage",
-        stream_options=dict[str, Any],
-    ),
-    _honoured(
-        "OpenAI",
-        "`text`, `json_object` (with a `schema` of its own, as other servers have it) and "
-        "`json_schema`; TensorRT-LLM's `regex` and `ebnf`: "
-        "[guided_decoding.md](guided_decoding.md)",
-        "response_format",
-    ),
-    _honoured(
-        "OpenAI",
-        "the text of the prompt before each answer; not together with `logprobs`",
-        call=COMPLETION,
-        echo=bool,
-    ),
-    _honoured(
-        "OpenAI", "must be what `n` is: there is no choice among more answers", best_of=_COUNT
-    ),
-    _honoured(
-        "OpenAI",
-        "tools are refused unless the choice is `none`: then they are ignored",
-        *("tools", "tool_choice", "functions", "function_call"),
-    ),
-    _honoured(
-        "OpenAI",
-        "variable of the chat template, as with vLLM; nothing where that does not know it",
-        reasoning_effort=_TEXT,
-    ),
-    _honoured(
-        "vLLM, SGLang",
-        "as vLLM has them",
-        "stop_token_ids",
-        top_k=Annotated[int, Interval(ge=-1, le=INT32_MAX)],
-        min_tokens=_NATURAL,
-        ignore_eos=bool,
-        bad_words=list[_TEXT],
-        cache_salt=_TEXT,
-        add_special_tokens=bool,
-        **_other_settings(
-            *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k")
-        ),
-    ),
-    _honoured(
-        "vLLM",
-        "what the answer must be; `structured_outputs` holds one of `json`, `regex`, `choice`, "
-        "`grammar` (EBNF) and `json_object`",
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object"),
-        structured_outputs=dict[str, Any],
-    ),
-    _honoured(
-        "vLLM",
-        "the stop string that ended an answer is part of it; special tokens have their text",
-        include_stop_str_in_output=bool,
-        skip_special_tokens=bool,
-    ),
-    _honoured(
-        "vLLM",
-        "the last so many tokens of the prompt; -1: as many as fit",
-        truncate_prompt_tokens=int,
-    ),
-    _honoured(
-        "vLLM",
-        "`prompt_token_ids` and `token_ids`; in log probabilities `token_id:5` instead of its text",
-        return_token_ids=bool,
-        return_tokens_as_token_ids=bool,
-    ),
-    _honoured("vLLM", "the `id` of the answer ends with it", request_id=_TEXT),
-    _honoured(
-        "vLLM, others",
-        'variables of the chat template: `{"enable_thinking": false}` for Qwen3; the others are '
-        "such variables by themselves",
-        *("enable_thinking", "thinking", "think", "reasoning"),
-        chat_template_kwargs=dict[str, Any],
-    ),
-    _honoured(
-        "SGLang, llama.cpp",
-        "other names of `seed`, `include_stop_str_in_output`, `guided_regex`, `guided_grammar` "
-        "(two) and `guided_json`",
-        *("regex", "ebnf", "grammar", "json_schema"),
-        sampling_seed=_SEED,
-        no_stop_trim=bool,
-    ),
-    _ignored(
-        "OpenAI",
-        "equal beginnings of prompts are found without them",
-        user=str,
-        safety_identifier=str,
-        prompt_cache_key=str,
-        prompt_cache_retention=str,
-    ),
-    _ignored("OpenAI", "nothing is stored", metadata=dict),
-    _ignored(
-        "OpenAI", "nothing is stored, no tool is called", store=bool, parallel_tool_calls=bool
-    ),
-    _ignored("OpenAI", "one tier; no model with verbosity", service_tier=str, verbosity=str),
-    _ignored("OpenAI", "it saves time where it is used, and changes nothing else", "prediction"),
-    _refused(
-        "OpenAI",
-        "not supported",
-        *("audio", "moderation", "suffix", "web_search_options"),
-        modalities=(["text"],),
-        prompt_cache_options=({"mode": "implicit"},),
-    ),
-    _ignored(
-        "vLLM",
-        "nothing in an answer depends on them",
-        *(
-            "priority",
-            "guided_decoding_backend",
-            "include_reasoning",
-            "spaces_between_special_tokens",
-        ),
-        *("length_penalty", "early_stopping"),  # of beams
-    ),
-    _refused(
-        "vLLM",
-        "not supported",
-        *("prompt_logprobs", "allowed_token_ids", "use_beam_search", "logits_processors"),
-        *("documents", "chat_template", "mm_processor_kwargs", "kv_transfer_params", "vllm_xargs"),
-        *("guided_whitespace_pattern", "structural_tag", "continue_final_message"),
-        add_generation_prompt=(True,),
-        detokenize=(True,),
-    ),
-    _ignored(
-        "SGLang",
-        "nothing in an answer depends on them; what a model thinks stays in its text",
-        *("separate_reasoning", "stream_reasoning", "rid", "data_parallel_rank", "extra_key"),
-        *("return_cached_tokens_details", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
-    ),
-    _refused(
-        "SGLang, TensorRT-LLM",
-        "not supported",
-        *("return_hidden_states", "lora_path", "lora_request", "session_params", "stop_regex"),
-        *("custom_logit_processor", "custom_params", "disaggregated_params"),
-        *("return_context_logits", "return_generation_logits"),
-        top_p_min=(0,),
-        beam_search_diversity_rate=(0,),
-    ),
-    _ignored(
-        "Ollama, llama.cpp",
-        "the server's own sizes hold, and numbers of samplers that are off do nothing",
-        *_OLLAMA_SIZES,
-        *("keep_alive", "cache_prompt", "id_slot", "mirostat_tau", "mirostat_eta"),
-        *("repeat_last_n", "dynatemp_exponent", "dry_base", "dry_allowed_length", "xtc_threshold"),
-    ),
-    _refused(
-        "Ollama, llama.cpp",
-        "they would change how tokens are drawn, or what is read",
-        *("samplers", "template", "system", "images", "context", "raw", "format"),
-        num_predict=(-1,),
-        n_predict=(-1,),
-        repeat_penalty=(1,),
-        typical_p=(1,),
-        tfs=(1,),
-        tfs_z=(1,),
-        mirostat=(0,),
-        dynatemp_range=(0,),
-        dry_multiplier=(0,),
-        xtc_probability=(0,),
-        top_n_sigma=(-1, 0),
-        top_a=(0,),
-        epsilon_cutoff=(0,),
-        eta_cutoff=(0,),
-        penalty_alpha=(0,),
-    ),
-    _refused(
-        "Ollama", "sizes in it pass, settings of sampling do not", "options", inner=_OLLAMA_SIZES
-    ),
-    _ignored(
-        "OpenRouter",
-        "there is one server",
-        *("provider", "transforms", "models", "route", "usage"),
-    ),
-    _refused("OpenRouter", "not supported", "plugins", "preset"),
-    _refused(
-        "Transformers, Mistral, koboldcpp",
-        "`temperature`, `seed` and `repetition_penalty` are their names here",
-        "random_seed",
-        do_sample=(True,),
-        num_beams=(1,),
-        rep_pen=(1,),
-        mirostat_mode=(0,),
-        smoothing_factor=(0,),
-    ),
-    _refused(
-        "other APIs",
-        "the names that this API has for them are others",
-        *("stop_sequences", "max_new_tokens", "max_output_tokens", "input", "instructions"),
-    ),
-    _refused(
-        "Dynamo, NIM",
-        "`annotations` and the like in it pass, guides and settings of sampling do not",
-        "nvext",
-        inner=("annotations", "backend_instance_id", "agent_hints", "extra_fields"),
-    ),
-)
-
-_GROUP_BY_NAME: Mapping[str, FieldGroup] = {name: group for group in GROUPS for name in group.names}
-
-KNOWN_NAMES = frozenset(_GROUP_BY_NAME)
-
-
-def _types(call: str) -> dict[str, Any]:
-    types: dict[str, Any] = {}
-    for group in GROUPS:
-        if group.action is Action.HONOURED and group.call in ("", call):
-            types |= group.types
-    return types
-
-
-def _model(call: str) -> type[BaseModel]:
-    fields: dict[str, Any] = {name: (kind | None, None) for name, kind in _TYPES[call].items()}
-    return create_model(call, __config__=ConfigDict(strict=True), **fields)
-
-
-_TYPES = {call: _types(call) for call in (COMPLETION, CHAT)}
-_MODELS = {call: _model(call) for call in (COMPLETION, CHAT)}
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    """Of a field that is refused or unknown."""
+    neutral = NEUTRAL.get(name, ())
+    if any(type(value) is not bool or type(each) is bool for each in neutral if value == each):
+        return True
+    if isinstance(value, dict):
+        allowed = _NEUTRAL_KEYS.get(name, frozenset())
+        return all(key in allowed or is_empty(each) for key, each in value.items())
+    return is_empty(value) and not (value is False and True in neutral)
 
 
 class UnknownFields:
@@ -432,94 +399,207 @@ class UnknownFields:
             _logger.warning("ignored the unknown field %s of a request", shown)
 
 
-Body = Any
-"""The honoured fields of a body as attributes, None where they are not given."""
+# Fields that are honoured; None: not given, or with a value that asks for nothing.
 
 
-def read_body(raw: bytes, call: str, unknown: UnknownFields) -> Body:
-    """The body of a ``call``; `ApiError` unless ``raw`` is a JSON object in UTF-8 with each key
-    once whose fields have the right types, and are known or may be ignored."""
-    content = _read_json(raw)
-    types, given = _TYPES[call], {}
-    for name in types.keys() & content.keys():
-        value = content.pop(name)
-        if not is_empty(value) or types[name] is Any or (value is False and types[name] is bool):
-            given[name] = value
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Name -> why, if not for want of support."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty_values(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if not cls._is_dropped(name, value)}
+
+    @classmethod
+    def _is_dropped(cls, name: str, value: Any) -> bool:
+        if value is False:
+            return name in cls.model_fields and bool not in get_args(
+                cls.model_fields[name].annotation
+            )
+        return is_empty(value) and name != "prompt"  # an empty text may be a prompt
+
+    def check_others(self, unknown: UnknownFields, prefix: str = "") -> None:
+        """`ApiError` for a field that is not honoured and cannot be ignored."""
+        for name, value in (self.model_extra or {}).items():
+            if name in self.ignored or _asks_for_nothing(name, value):
+                continue
+            if name in self.refused:
+                raise unsupported(prefix + name, self.refused[name])
+            unknown.see(prefix + name)
+
+    def guides(self, prefix: str = "") -> list[tuple[str, Guide]]:
+        """The guides among the fields, with the names of these."""
+        return [
+            (prefix + (each.alias or name), getattr(self, name))
+            for name, each in type(self).model_fields.items()
+            if each.annotation == _OPTIONAL_GUIDE and getattr(self, name) is not None
+        ]
+
+
+class StreamOptions(_Fields):
+    """When the usage is told: at the end, or (vLLM's) in every event, too."""
+
+    refused = {"include_obfuscation": ""}
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class StructuredOutputs(_Fields):
+    """vLLM's guides in one object."""
+
+    ignored = frozenset({"disable_fallback"})
+    refused = dict.fromkeys(
+        (
+            *("disable_any_whitespace", "disable_additional_properties"),
+            *("whitespace_pattern", "structural_tag"),
+        ),
+        "",
+    )
+
+    schema_: _SchemaGuide = Field(None, alias="json")
+    json_object: _ObjectGuide = None
+    regex: _RegexGuide = None
+    choice: _ChoiceGuide = None
+    grammar: _GrammarGuide = None
+
+
+class Body(_Fields):
+    """The fields of both calls."""
+
+    ignored = IGNORED
+
+    # OpenAI
+    model: str | None = None
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    temperature: Annotated[float, _between(0, 2)] | None = None
+    top_p: _Share | None = None
+    seed: _Seed | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, _between(1, MAX_PROMPTS)] | None = None
+    best_of: _Count | None = None
+    stop: _StopStrings | None = None
+    logit_bias: dict[str, Any] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    response_format: Annotated[Guide | None, PlainValidator(_response_format_guide)] = None
+    reasoning_effort: str | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+
+    # OpenAI; nothing in an answer depends on these
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    verbosity: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    parallel_tool_calls: bool | None = None
+
+    # vLLM
+    top_k: Annotated[int, _between(-1, MAX_INT32)] | None = None
+    min_tokens: _Natural | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: Annotated[str, AfterValidator(_check_request_id)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    guided_json: _SchemaGuide = None
+    guided_json_object: _ObjectGuide = None
+    guided_regex: _RegexGuide = None
+    guided_choice: _ChoiceGuide = None
+    guided_grammar: _GrammarGuide = None
+    structured_outputs: StructuredOutputs | None = None
+
+    # SGLang, llama.cpp
+    sampling_seed: _Seed | None = None
+    no_stop_trim: bool | None = None
+    regex: _RegexGuide = None
+    ebnf: _GrammarGuide = None
+    grammar: _GrammarGuide = None
+    json_schema: _SchemaGuide = None
+
+    # DeepSeek, GLM and Anthropic; Ollama; OpenRouter
+    thinking: Annotated[bool | dict[str, Any] | None, _flag_or(dict)] = None
+    think: Annotated[bool | str | None, _flag_or(str)] = None
+    reasoning: Annotated[bool | dict[str, Any] | None, _flag_or(dict)] = None
+
+
+class CompletionBody(Body):
+    """The body of ``/v1/completions``."""
+
+    prompt: Annotated[Sequence[Prompt], PlainValidator(_read_prompts)] = Field(
+        (), validate_default=True
+    )
+    echo: bool | None = None
+    logprobs: _NumLogProbs | None = None
+
+
+class ChatBody(Body):
+    """The body of ``/v1/chat/completions``."""
+
+    messages: Any = None
+    logprobs: bool | None = None
+    top_logprobs: _NumLogProbs | None = None
+
+
+def _complete(model: type[Body], other: type[Body], call: str) -> type[Body]:
+    """``model`` with the sampling settings that have no bounds of their own in it, which refuses
+    the fields of the ``other`` call."""
+    settings: dict[str, Any] = {}
+    for each in SETTINGS.values():
+        if each.option and each.option not in model.model_fields:
+            kind: Any = float if each.dtype == "FP32" else int
+            bounds = _between(each.minimum, each.maximum)  # type: ignore[arg-type]  # numbers
+            settings[each.option] = (Annotated[kind, bounds] | None, None)
+    made = create_model(model.__name__, __base__=model, **settings)
+    others = other.model_fields.keys() - model.model_fields.keys()
+    others_refused = dict.fromkeys(others, f"there is no such field of {call}")
+    made.refused = {**dict.fromkeys(REFUSED, ""), **others_refused}
+    return made
+
+
+_MODELS: Mapping[type[Body], type[Body]] = {
+    CompletionBody: _complete(CompletionBody, ChatBody, "completions"),
+    ChatBody: _complete(ChatBody, CompletionBody, "chats"),
+}
+
+KNOWN_NAMES = IGNORED.union(REFUSED, *(model.model_fields for model in _MODELS.values()))
+
+
+def read_body(raw: bytes, model: type[_Body], unknown: UnknownFields) -> _Body:
+    """The body of a call; `ApiError` unless ``raw`` is a JSON object in UTF-8 whose fields have the
+    right types, and are known or may be ignored."""
     try:
-        body = _MODELS[call].model_validate(given)
-    except ValidationError as error:
-        raise _named(error, types) from None
-    for name, value in content.items():
-        group = _GROUP_BY_NAME.get(name)
-        if group and group.action is not Action.HONOURED:
-            group.check(name, value)
-        elif is_empty(value):
-            continue
-        elif not group:
-            unknown.see(name)
-        elif (name, value) != ("top_logprobs", 0):
-            raise unsupported(name, f"there is no such field of {call}")
-    return body
-
-
-def _read_json(raw: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(
-            raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique
-        )
-    except (ValueError, RecursionError) as error:
+        content = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ApiError(400, "the body must be a JSON object")
-    return content
-
-
-_EXPECTED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "dict_type": "an object",
-    "list_type": "a list",
-}
-"""Pydantic's type of an error -> what was expected."""
-
-
-def _named(error: ValidationError, types: Mapping[str, Any]) -> ApiError:
-    """The first error of a validation as an error that names its field."""
-    [first, *_] = error.errors(include_url=False)
-    name = str(first["loc"][0])
-    param = name + "".join(f"[{index}]" for index in first["loc"][1:])
-    value, context = first["input"], first.get("ctx", {})
-    is_huge = first["type"] == "float_type" and type(value) is int  # no double holds it
-    if not is_huge and (expected := _EXPECTED.get(first["type"])):
-        return bad_field(param, f"expected {expected}, got {kind_of(value)}")
-    if first["type"] == "value_error":  # of `_encodable`
-        return bad_field(param, f"no valid Unicode at position {context['error'].start}")
-    if first["type"] == "too_long":
-        length, bound = context["actual_length"], context["max_length"]
-        return bad_field(param, f"{length} entries, at most {bound} are taken")
-    if first["type"] == "too_short":
-        return bad_field(param, "an empty string would stop everything")
-    [interval] = types[name].__metadata__
-    bounds = f"{shown_number(interval.ge)}..{shown_number(interval.le)}"
-    return bad_field(param, f"{shown_number(value)} is outside {bounds}")
-
-
-def shown_number(value: float) -> str:
-    """A number as errors quote it."""
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in content:
-            raise ValueError(f"the key {key[:100]!r} is given twice in one object")
-        content[key] = value
-    return content
+    try:
+        body = _MODELS[model].model_validate(content)
+    except ValidationError as error:
+        raise named_error(error) from None
+    assert isinstance(body, model)
+    body.check_others(unknown)
+    return body

@@ -10,16 +10,17 @@ import signal
 import socket
 import sys
 import threading
-import traceback
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from queue import Full, Queue
-from typing import Any, TextIO, TypeVar
+from typing import TextIO
 
+import anyio
 import typer
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from inflight_backend.log import leave_out_messages
 from inflight_client.cli import EXIT_INTERRUPTED
 from inflight_openai.app import OpenAIApp
 from inflight_openai.prompts import PromptReader, make_prompt_reader
@@ -37,8 +38,6 @@ _LAST_SECONDS = 10  # of uvicorn's own limit, after the drain has ended all requ
 _FLUSH_SECONDS = 0.5
 _MAX_LINES = 1000  # of the log that wait to be written; more are dropped
 
-_Result = TypeVar("_Result")
-
 
 def run(settings: FrontSettings) -> None:
     """Serve until asked to stop; `InflightError` or ``OSError`` if starting fails."""
@@ -51,13 +50,19 @@ def run(settings: FrontSettings) -> None:
 
 
 async def _run(settings: FrontSettings, console: Console) -> None:
-    stop = asyncio.Event()
-    with _signals(stop):
-        triton = TritonClient(settings.url, settings.timeout, settings.headers)
-        try:
+    starting, stop = anyio.CancelScope(), asyncio.Event()
+
+    def on_signal() -> None:
+        starting.cancel()
+        stop.set()
+
+    triton = TritonClient(settings.url, settings.timeout, settings.headers)
+    try:
+        with _first_signal(on_signal):
             metrics = MetricsPage(settings.metrics_url, triton.address)
-            description = await _unless(stop, triton.describe())
-            if description is None:
+            with starting:
+                description = await triton.describe()
+            if starting.cancelled_caught:
                 return
             reader = make_prompt_reader(description, settings.served_name, settings.chat_template)
             async with serving(OpenAIApp(settings, triton, reader, metrics)):
@@ -65,13 +70,13 @@ async def _run(settings: FrontSettings, console: Console) -> None:
                 await stop.wait()
                 seconds = f"{settings.drain_seconds:g} s"
                 console.print(f"stopping: running requests may finish within {seconds}", sys.stderr)
-        finally:
-            await triton.close()
+    finally:
+        await triton.close()
 
 
 @contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """The first signal sets ``stop``; after it signals do what they do by default."""
+def _first_signal(callback: Callable[[], None]) -> Iterator[None]:
+    """Call ``callback`` at the first signal; after it signals do what they do by default."""
     loop = asyncio.get_running_loop()
     # nohup ignores SIGHUP on purpose.
     numbers = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
@@ -81,8 +86,8 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
     def on_signal() -> None:
-        stop.set()
         restore()
+        callback()
 
     for number in numbers:
         loop.add_signal_handler(number, on_signal)
@@ -90,18 +95,6 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
         yield
     finally:
         restore()
-
-
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-    """The result of ``work``; None if ``stop`` is set before."""
-    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        working.cancel()
-        stopping.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -213,7 +206,7 @@ async def _listen(settings: FrontSettings) -> list[socket.socket]:
 
 
 class Console(logging.Handler):
-    """The log on stderr, and other lines, written by a thread.
+    """The log on stderr, without what exceptions say, and other lines; written by a thread.
 
     A write may wait for ever (a pager, Ctrl-S) or fail (a reader that is gone, a full disk), and
     the event loop must not. It bypasses the buffers of Python's streams, whose last flush would
@@ -222,7 +215,7 @@ class Console(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.setFormatter(PrivateFormatter())
+        self.addFilter(leave_out_messages)
         self._lines: Queue[tuple[int, bytes]] = Queue(_MAX_LINES)
         threading.Thread(target=self._write, name="Console", daemon=True).start()
 
@@ -250,20 +243,6 @@ class Console(logging.Handler):
                 while line:
                     line = line[os.write(descriptor, line) :]
             self._lines.task_done()
-
-
-class PrivateFormatter(logging.Formatter):
-    """Leaves out the messages of exceptions, which may quote a request."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
-        record.exc_text = None  # of another formatter
-        return super().format(record)
-
-    def formatException(self, ei: Any) -> str:
-        """The frames and the type of an exception."""
-        kind, _, frames = ei
-        return "".join(traceback.format_tb(frames)) + str(getattr(kind, "__name__", kind))
 
 
 def _ready_block(settings: FrontSettings, triton: TritonClient, reader: PromptReader) -> str:

@@ -14,17 +14,11 @@ import anyio
 import httpx
 
 from inflight_client.address import Address, default_url, parse_address
-from inflight_client.aio import takes_requests
+from inflight_client.aio import ask, takes_requests
 from inflight_client.errors import InvalidArgument, ServerError
 from inflight_client.grpc_transport import GrpcTransport, encode_bytes
 from inflight_client.headers import checked_headers
-from inflight_client.options import (
-    Request,
-    Response,
-    describe_request,
-    last_answer,
-    read_description,
-)
+from inflight_client.options import Request, Response, question
 from inflight_openai.errors import ApiError, from_server
 from inflight_openai.generation import GenerationRequest
 from inflight_protocol import LLM_MODEL_NAME
@@ -76,8 +70,7 @@ class TritonClient:
 
     async def describe(self) -> dict[str, Any]:
         """The server's description of its model."""
-        responses = self._transport.infer(describe_request(LLM_MODEL_NAME), _DESCRIBE_SECONDS)
-        return last_answer([read_description(each) async for each in responses.receive()])
+        return await ask(self._transport, question(LLM_MODEL_NAME, "describe"), _DESCRIBE_SECONDS)
 
     async def is_ready(self) -> bool:
         """Whether the model takes requests; `InflightError` when the server does not answer."""

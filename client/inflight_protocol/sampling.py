@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from inflight_protocol.specs import TensorSpec, honoured, scalar
+from inflight_protocol.specs import TensorSpec, scalar
 from inflight_scheduler.sampling import SETTINGS
 
 SAMPLING_INPUTS: dict[str, TensorSpec] = {
-    setting.tensor: honoured(scalar(setting.tensor, setting.dtype, setting.meaning))
+    setting.tensor: scalar(setting.tensor, setting.dtype, setting.meaning)
     for setting in SETTINGS.values()
 }
 """By name, in the order of the table."""

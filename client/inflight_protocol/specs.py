@@ -41,7 +41,7 @@ class TensorSpec:
     meaning: str
     is_scalar: bool = False
     is_ragged: bool = False
-    is_honoured: bool = False
+    is_honoured: bool = True
     neutral: float | int | bool | str | None = None
 
 
@@ -59,20 +59,16 @@ class ParameterSpec:
     is_honoured: bool = True
 
 
-def scalar(
-    name: str, dtype: str, meaning: str, neutral: float | int | bool | str | None = None
-) -> TensorSpec:
+def scalar(name: str, dtype: str, meaning: str) -> TensorSpec:
     """One value per row."""
-    return TensorSpec(name, dtype, (1,), meaning, is_scalar=True, neutral=neutral)
+    return TensorSpec(name, dtype, (1,), meaning, is_scalar=True)
 
 
-def ragged(
-    name: str, dtype: str, dims: tuple[int, ...], meaning: str, neutral: str = EMPTY
-) -> TensorSpec:
+def ragged(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
     """A list whose length may differ from request to request."""
-    return TensorSpec(name, dtype, dims, meaning, is_ragged=True, neutral=neutral)
+    return TensorSpec(name, dtype, dims, meaning, is_ragged=True)
 
 
-def honoured(spec: TensorSpec) -> TensorSpec:
-    """The row of a tensor that is honoured, whatever its value."""
-    return replace(spec, is_honoured=True, neutral=None)
+def refused(spec: TensorSpec, neutral: float | int | bool | str | None = None) -> TensorSpec:
+    """The row of a tensor that is refused, unless its value is ``neutral``."""
+    return replace(spec, is_honoured=False, neutral=neutral)

@@ -16,8 +16,8 @@ would be missing.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import mul
 from typing import NamedTuple
 
@@ -49,8 +49,7 @@ class Sample(NamedTuple):
     microseconds: int
 
 
-@dataclass(frozen=True, slots=True)
-class CostModel:
+class CostModel(NamedTuple):
     """Prices in microseconds, of iterations that nothing holds up. ``noise``: what samples took
     beyond them, or below. ``relative_error``: the mean error of a prediction of the samples that
     adds the mean of the noise to the prices, as a share of their mean."""
@@ -61,7 +60,7 @@ class CostModel:
     per_generation_row: float
     per_cached_token: float
     relative_error: float = 0.0
-    noise: tuple[float, ...] = field(default=(), repr=False)
+    noise: tuple[float, ...] = ()
 
     @property
     def mean_noise(self) -> float:
@@ -70,13 +69,13 @@ class CostModel:
 
     def scaled(self, factor: float) -> CostModel:
         """Everything ``factor`` times as dear."""
-        base, token, request, row, cached = (factor * price for price in _prices_of(self))
-        noise = tuple(factor * each for each in self.noise)
-        return CostModel(base, token, request, row, cached, self.relative_error, noise)
+        prices = [factor * price for price in self[:5]]
+        noise = tuple([factor * each for each in self.noise])
+        return CostModel._make((*prices, self.relative_error, noise))
 
     def predict(self, load: Load) -> float:
         """Microseconds of an iteration with this work, without noise."""
-        return _predict(_prices_of(self), load)
+        return _predict(self[:5], load)
 
     def draw(self, load: Load, rng: random.Random) -> float:
         """Microseconds of one such iteration."""
@@ -88,7 +87,7 @@ def fit_cost_model(samples: Sequence[Sample]) -> CostModel:
     """The prices that explain ``samples`` best, and the noise that makes the time in all right.
 
     The noise of a machine goes one way, up, so least squares would chase it: prices come from least
-    absolute errors. Slow iterations come again in what is predicted, but for those few that stand
+    absolute errors. Slow iterations come again in predictions, except for the few that stand
     alone (the first ones, a machine that stood still): three at most, each more than three times as
     far off as all others, and a hundredth of the recording. `RecordingError` for fewer than
     `MIN_SAMPLES`.
@@ -102,11 +101,10 @@ def fit_cost_model(samples: Sequence[Sample]) -> CostModel:
     prices = _fit_absolute(samples[::step])
     errors = [sample.microseconds - _predict(prices, sample.load) for sample in samples]
     total = max(sum(sample.microseconds for sample in samples), 1)
-    base, token, request, row, cached = prices
     noise = tuple(_without_outliers(errors, _OUTLIER_SHARE * total))
     mean = sum(noise) / len(noise)
     relative_error = sum(abs(error - mean) for error in errors) / total
-    return CostModel(base, token, request, row, cached, relative_error, noise)
+    return CostModel._make((*prices, relative_error, noise))
 
 
 def _without_outliers(errors: Sequence[float], least: float) -> Sequence[float]:
@@ -116,17 +114,6 @@ def _without_outliers(errors: Sequence[float], least: float) -> Sequence[float]:
         if largest[number - 1] > max(_OUTLIER_FACTOR * largest[number], least):
             return [error for error in errors if error < largest[number - 1]]
     return errors
-
-
-def _prices_of(model: CostModel) -> tuple[float, ...]:
-    """In the order of `_terms`."""
-    return (
-        model.base,
-        model.per_context_token,
-        model.per_context_request,
-        model.per_generation_row,
-        model.per_cached_token,
-    )
 
 
 def _terms(load: Load) -> tuple[float, ...]:
@@ -139,65 +126,56 @@ def _predict(prices: Sequence[float], load: Load) -> float:
 
 def _fit_absolute(samples: Sequence[Sample]) -> list[float]:
     """Least absolute errors: least squares again and again, each sample weighed by its error."""
-    weights = [1.0] * len(samples)
-    prices = _fit(samples, weights)
+    columns = [
+        array("d", column) for column in zip(*[_terms(s.load) for s in samples], strict=True)
+    ]
+    times = array("d", [sample.microseconds for sample in samples])
+    prices = _fit(columns, times, [1.0] * len(samples))
     for _ in range(_NUM_REWEIGHTINGS):
         errors = [abs(_predict(prices, sample.load) - sample.microseconds) for sample in samples]
         least = max(sorted(errors)[len(errors) // 2] / 20, 1.0)
-        weights = [1.0 / max(error, least) for error in errors]
-        prices = _fit(samples, weights)
+        prices = _fit(columns, times, [1.0 / max(error, least) for error in errors])
     return prices
 
 
-def _fit(samples: Sequence[Sample], weights: Sequence[float]) -> list[float]:
-    """Weighted least squares; while a price is negative, the most negative one is taken out."""
+def _fit(
+    columns: Sequence[Sequence[float]], times: Sequence[float], weights: Sequence[float]
+) -> list[float]:
+    """Weighted least squares; while a price is negative, the most negative one is taken out.
+
+    ``columns``: of each term, what it is in each sample.
+    """
+    scales = [max(*column, 1.0) for column in columns]
+    heavy = [list(map(mul, weights, column)) for column in columns]
+    least = 1e-9 * sum(weights) / len(weights)
     free = list(range(_NUM_TERMS))
     while True:
-        solution = _solve_free(samples, weights, free)
-        worst = min(free, key=lambda term: solution[term])
-        if solution[worst] >= 0.0 or len(free) == 1:
-            return [max(price, 0.0) for price in solution]
+        rows: list[list[float]] = []  # the normal equations, each term scaled to its largest value
+        for term in free:
+            row = [
+                sum(map(mul, heavy[term], columns[other])) / (scales[term] * scales[other])
+                for other in free
+            ]
+            # Terms that never vary apart share their price.
+            row[len(rows)] = row[len(rows)] * (1.0 + 1e-9) + least
+            rows.append([*row, sum(map(mul, heavy[term], times)) / scales[term]])
+        prices = [0.0] * _NUM_TERMS
+        for term, value in zip(free, _solve(rows), strict=True):
+            prices[term] = value / scales[term]
+        worst = min(free, key=prices.__getitem__)
+        if prices[worst] >= 0.0 or len(free) == 1:
+            return [max(price, 0.0) for price in prices]
         free.remove(worst)
 
 
-def _solve_free(
-    samples: Sequence[Sample], weights: Sequence[float], free: Sequence[int]
-) -> list[float]:
-    """The normal equations of the terms in ``free``, each scaled to its largest value."""
-    rows = [_terms(sample.load) for sample in samples]
-    scales = [max(max(row[term] for row in rows), 1.0) for term in free]
-    columns = [
-        [row[term] / scale for row in rows] for term, scale in zip(free, scales, strict=True)
-    ]
-    heavy = [list(map(mul, weights, column)) for column in columns]
-    size, total = len(free), sum(weights)
-    matrix = [[sum(map(mul, one, other)) for other in columns] for one in heavy]
-    for index in range(size):  # terms that never vary apart share their price
-        matrix[index][index] *= 1.0 + 1e-9
-        matrix[index][index] += 1e-9 * total / len(samples)
-    times = [float(sample.microseconds) for sample in samples]
-    target = [sum(map(mul, one, times)) for one in heavy]
-    solution = [0.0] * _NUM_TERMS
-    for term, scale, value in zip(free, scales, _solve(matrix, target), strict=True):
-        solution[term] = value / scale
-    return solution
+def _solve(rows: list[list[float]]) -> list[float]:
+    """Gauss-Jordan elimination in place; each row ends with its right side.
 
-
-def _solve(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """Gaussian elimination with the largest pivot; the matrix is symmetric and positive."""
-    size = len(target)
-    rows = [[*row, value] for row, value in zip(matrix, target, strict=True)]
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda index: abs(rows[index][column]))
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        for index in range(column + 1, size):
-            factor = rows[index][column] / rows[column][column]
-            rows[index] = [
-                value - factor * above
-                for value, above in zip(rows[index], rows[column], strict=True)
-            ]
-    solution = [0.0] * size
-    for index in range(size - 1, -1, -1):
-        rest = sum(rows[index][k] * solution[k] for k in range(index + 1, size))
-        solution[index] = (rows[index][size] - rest) / rows[index][index]
-    return solution
+    The matrix is symmetric and positive definite, so no pivot is 0.
+    """
+    for column, pivot in enumerate(rows):
+        for index, row in enumerate(rows):
+            if index != column:
+                factor = row[column] / pivot[column]
+                rows[index] = [x - factor * y for x, y in zip(row, pivot, strict=True)]
+    return [row[-1] / row[column] for column, row in enumerate(rows)]

@@ -16,7 +16,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby, islice, pairwise
+from operator import add
+from statistics import fmean
 from typing import Any
 
 from inflight_recorder.schema import BAD_ENDS
@@ -45,6 +47,9 @@ _CHART_HEIGHT, _CHART_GAP = 64, 34
 _ROWS_HEIGHT, _STACK_HEIGHT = 620, 300
 _TITLE_SIZE, _TITLE_ASPECT = 17, 0.6  # and how wide a letter is for its height
 _FAINT, _GRID = "#66727f", "#e7ebf0"
+_AT_END = ' text-anchor="end"'
+
+_Merge = Callable[[Sequence[int]], float]
 
 _STYLE = """
 text { font-family: "Helvetica Neue", Helvetica, Arial, "DejaVu Sans", sans-serif; fill: #1f2933; }
@@ -90,11 +95,21 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, more: str 
     )
 
 
+def _text(x: float, y: float, text: str, kind: str = "small", more: str = "") -> str:
+    place = f'x="{round(x, 1):g}" y="{round(y, 1):g}"'
+    return f'<text class="{kind}" {place}{more}>{escape(text)}</text>'
+
+
+def _beside(y: float, text: str) -> str:
+    """In the margin on the left."""
+    return _text(_LEFT - 10, y, text, more=_AT_END)
+
+
 def _title(text: str) -> str:
     """On one line, however long the name of a user's scheduler is."""
     size = _PLOT / (_TITLE_ASPECT * len(text))
     smaller = f' style="font-size: {size:.1f}px"' if size < _TITLE_SIZE else ""
-    return f'<text class="title" x="{_LEFT}" y="30"{smaller}>{escape(text)}</text>'
+    return _text(_LEFT, 30, text, "title", smaller)
 
 
 def _legend(timeline: Timeline, has_rows: bool) -> Iterator[str]:
@@ -102,11 +117,11 @@ def _legend(timeline: Timeline, has_rows: bool) -> Iterator[str]:
     for activity in shown_activities(timeline):
         name = ACTIVITY_NAMES[activity]
         yield _rect(x, 45, 12, 12, COLOURS[activity], ' rx="2"/>')
-        yield f'<text class="label" x="{x + 18:.0f}" y="55">{name}</text>'
+        yield _text(x + 18, 55, name, "label")
         x += 18 + 6.7 * len(name) + 22
     if has_rows and (name := crosses(timeline)):
         yield _cross(x + 5, 51, 4)
-        yield f'<text class="label" x="{x + 16:.0f}" y="55">{name}</text>'
+        yield _text(x + 16, 55, name, "label")
 
 
 def _cross(x: float, y: float, size: float) -> str:
@@ -135,9 +150,8 @@ def _grid(timeline: Timeline, top: float, height: float) -> Iterator[str]:
             f'<path d="M{x:.1f} {top - 4:.1f}V{top + height + 4:.1f}" stroke="{_GRID}" '
             'stroke-width="1"/>'
         )
-        yield f'<text class="small" x="{x:.1f}" y="{top - 7}" text-anchor="middle">'
-        yield f"{number:,}</text>"
-    yield f'<text class="small" x="{_LEFT - 10}" y="{top - 7}" text-anchor="end">iteration</text>'
+        yield _text(x, top - 7, f"{number:,}", more=' text-anchor="middle"')
+    yield _beside(top - 7, "iteration")
 
 
 def _rows(timeline: Timeline, row_height: float) -> Iterator[str]:
@@ -147,10 +161,7 @@ def _rows(timeline: Timeline, row_height: float) -> Iterator[str]:
     for number, lane in enumerate(timeline.lanes):
         y = _TOP + number * row_height
         if number % every == 0:
-            yield (
-                f'<text class="small" x="{_LEFT - 10}" y="{y + row_height / 2 + 4:.1f}" '
-                f'text-anchor="end">{lane.request_id}</text>'
-            )
+            yield _beside(y + row_height / 2 + 4, str(lane.request_id))
         for interval in lane.intervals:
             x = _x(timeline, interval.start)
             width = max(_x(timeline, interval.end) - x, 0.6)
@@ -174,29 +185,6 @@ def describe(timeline: Timeline, lane: Lane, interval: Interval) -> str:
     return "\n".join(lines)
 
 
-def _stack(timeline: Timeline, height: float) -> Iterator[str]:
-    """How many requests did what, averaged over the iterations of each column."""
-    num_columns = min(timeline.num_iterations, MAX_COLUMNS)
-    columns = _activities_by_column(timeline, num_columns)
-    highest = max(sum(column.values()) for column in columns)
-    bottom = _TOP + height
-    yield (
-        f'<text class="small" x="{_LEFT}" y="{bottom + 16:.0f}">requests in flight, by what they '
-        f"do (more than {MAX_ROWS}: no rows)</text>"
-    )
-    below = [0.0] * num_columns
-    for activity in _STACK_ORDER:
-        heights = [column.get(activity, 0.0) for column in columns]
-        if not any(heights):
-            continue
-        above = [low + more for low, more in zip(below, heights, strict=True)]
-        path = _band(below, above, bottom, height / highest)
-        yield f'<path d="{path}" fill="{COLOURS[activity]}"/>'
-        below = above
-    for value, y in ((round(highest), _TOP + 13), (0, bottom + 4)):
-        yield f'<text class="small" x="{_LEFT - 10}" y="{y:.0f}" text-anchor="end">{value:,}</text>'
-
-
 _STACK_ORDER = (
     Activity.GENERATION,
     Activity.CONTEXT,
@@ -205,107 +193,83 @@ _STACK_ORDER = (
     Activity.PAUSED,
     Activity.WAITING,
 )
+"""From the bottom up."""
 
 
-def _activities_by_column(timeline: Timeline, num_columns: int) -> list[dict[Activity, float]]:
-    """For each column the mean number of requests in each activity.
-
-    A interval adds to the two columns at its ends and, through running sums, to all between them.
-    """
-    scale = num_columns / timeline.num_iterations
-    changes = {activity: [0.0] * (num_columns + 2) for activity in Activity}
+def _stack(timeline: Timeline, height: float) -> Iterator[str]:
+    """How many requests did what, averaged over the iterations of each column."""
+    bottom = _TOP + height
+    note = f"requests in flight, by what they do (more than {MAX_ROWS}: no rows)"
+    yield _text(_LEFT, bottom + 16, note)
+    changes = {activity: [0] * (timeline.num_iterations + 1) for activity in Activity}
     for lane in timeline.lanes:
         for interval in lane.intervals:
-            change = changes[interval.activity]
-            for place, sign in ((interval.start * scale, 1.0), (interval.end * scale, -1.0)):
-                column = int(place)
-                change[column] += sign * (column + 1 - place)
-                change[column + 1] += sign * (place - column)
-    sums = {activity: list(accumulate(change)) for activity, change in changes.items()}
-    return [
-        {activity: sums[activity][column] for activity in Activity} for column in range(num_columns)
-    ]
-
-
-def _band(below: Sequence[float], above: Sequence[float], bottom: float, scale: float) -> str:
-    """The area between two lines of steps."""
-    width = _PLOT / len(above)
-    there = "".join(
-        f"V{bottom - value * scale:.1f}H{_LEFT + width * (k + 1):.1f}"
-        for k, value in enumerate(above)
-    )
-    back = "".join(
-        f"V{bottom - below[k] * scale:.1f}H{_LEFT + width * k:.1f}"
-        for k in range(len(below) - 1, -1, -1)
-    )
-    return f"M{_LEFT} {bottom - below[0] * scale:.1f}{there}{back}Z"
+            changes[interval.activity][interval.start] += 1
+            changes[interval.activity][interval.end] -= 1
+    tops: list[tuple[Activity, list[float]]] = []
+    below = [0] * timeline.num_iterations
+    for activity in _STACK_ORDER:
+        if any(changes[activity]):
+            counts = islice(accumulate(changes[activity]), timeline.num_iterations)
+            below = list(map(add, below, counts))
+            tops.append((activity, _columns(below, fmean)))
+    highest = max(tops[-1][1])
+    for activity, top in reversed(tops):  # each covers a part of those before it
+        path = _area(top, bottom, height / highest)
+        yield f'<path d="{path}" fill="{COLOURS[activity]}"/>'
+    yield _beside(_TOP + 13, f"{round(highest):,}")
+    yield _beside(bottom + 4, "0")
 
 
 def _charts(timeline: Timeline, top: float) -> Iterator[str]:
     """Batch size, tokens and free blocks per iteration."""
-    step = _CHART_HEIGHT + _CHART_GAP
     blue, green = COLOURS[Activity.CONTEXT], COLOURS[Activity.GENERATION]
-    context = list(timeline.num_context)
-    batch = [c + g for c, g in zip(context, timeline.num_generation, strict=True)]
-    yield from _chart(timeline, top, "requests in the batch", [(batch, green), (context, blue)])
-    tokens = list(timeline.num_context_tokens)
-    total = [t + g for t, g in zip(tokens, timeline.num_generation_tokens, strict=True)]
-    yield from _chart(
-        timeline, top + step, "tokens computed per iteration", [(total, green), (tokens, blue)]
+    context, tokens = timeline.num_context, timeline.num_context_tokens
+    batch = list(map(add, context, timeline.num_generation))
+    total = list(map(add, tokens, timeline.num_generation_tokens))
+    free, num_blocks = timeline.num_free_blocks, timeline.settings.num_blocks
+    charts: tuple[tuple[str, list[tuple[Sequence[int], str]], int, _Merge], ...] = (
+        ("requests in the batch", [(batch, green), (context, blue)], max(batch), max),
+        ("tokens computed per iteration", [(total, green), (tokens, blue)], max(total), max),
+        (f"free KV blocks, of {num_blocks:,}", [(free, "#7d8b99")], num_blocks, min),
     )
-    yield from _chart(
-        timeline,
-        top + 2 * step,
-        f"free KV blocks, of {timeline.settings.num_blocks:,}",
-        [(list(timeline.num_free_blocks), "#7d8b99")],
-        highest=timeline.settings.num_blocks,
-        merge=min,
-    )
+    for place, (name, series, highest, merge) in enumerate(charts):
+        chart_top = top + place * (_CHART_HEIGHT + _CHART_GAP)
+        yield from _chart(chart_top, name, series, max(highest, 1), merge)
     duration = seconds(timeline.start_us[-1] - timeline.start_us[0])
-    yield (
-        f'<text class="small" x="{_LEFT + _PLOT}" y="{top - 10:.0f}" text-anchor="end">'
-        f"{duration} in all</text>"
-    )
+    yield _text(_LEFT + _PLOT, top - 10, f"{duration} in all", more=_AT_END)
 
 
 def _chart(
-    timeline: Timeline,
-    top: float,
-    name: str,
-    series: Sequence[tuple[list[int], str]],
-    highest: int | None = None,
-    merge: Callable[[Sequence[int]], int] = max,
+    top: float, name: str, series: list[tuple[Sequence[int], str]], highest: int, merge: _Merge
 ) -> Iterator[str]:
-    """Areas, the first behind the others; columns are merged by ``merge``."""
-    if highest is None:
-        highest = max(series[0][0], default=0)
-    highest = max(highest, 1)
+    """Areas, the first behind the others; iterations of a column are merged by ``merge``."""
     bottom = top + _CHART_HEIGHT
-    yield f'<text class="label" x="{_LEFT}" y="{top - 8:.0f}">{escape(name)}</text>'
+    yield _text(_LEFT, top - 8, name, "label")
     yield f'<path d="M{_LEFT} {top:.1f}H{_LEFT + _PLOT}" stroke="{_GRID}"/>'
     for values, colour in series:
-        path = _area(values, bottom, highest, merge)
+        columns = [min(value, highest) for value in _columns(values, merge)]
+        path = _area(columns, bottom, _CHART_HEIGHT / highest)
         yield f'<path d="{path}" fill="{colour}" fill-opacity="0.9"/>'
     yield f'<path d="M{_LEFT} {bottom:.1f}H{_LEFT + _PLOT}" stroke="{_FAINT}" stroke-width="0.8"/>'
-    for value, y in ((highest, top + 4), (0, bottom + 4)):
-        yield f'<text class="small" x="{_LEFT - 10}" y="{y:.0f}" text-anchor="end">{value:,}</text>'
+    yield _beside(top + 4, f"{highest:,}")
+    yield _beside(bottom + 4, "0")
 
 
-def _area(
-    values: list[int], bottom: float, highest: int, merge: Callable[[Sequence[int]], int]
-) -> str:
-    """Steps, closed at the bottom; equal neighbours make one step."""
+def _columns(values: Sequence[int], merge: _Merge) -> list[float]:
+    """The values of at most `MAX_COLUMNS` columns, each merged from neighbouring iterations."""
     num_columns = min(len(values), MAX_COLUMNS)
+    bounds = [k * len(values) // num_columns for k in range(num_columns + 1)]
+    return [merge(values[start:end]) for start, end in pairwise(bounds)]
+
+
+def _area(columns: Sequence[float], bottom: float, scale: float) -> str:
+    """Steps, closed at the bottom; equal neighbours make one step."""
     parts = [f"M{_LEFT} {bottom:.1f}"]
     column = 0
-    merged = (
-        merge(values[k * len(values) // num_columns : (k + 1) * len(values) // num_columns])
-        for k in range(num_columns)
-    )
-    for value, group in groupby(merged):
+    for value, group in groupby(columns):
         column += len(list(group))
-        y = bottom - _CHART_HEIGHT * min(value / highest, 1.0)
-        parts.append(f"V{y:.1f}H{_LEFT + _PLOT * column / num_columns:.1f}")
+        parts.append(f"V{bottom - value * scale:.1f}H{_LEFT + _PLOT * column / len(columns):.1f}")
     parts.append(f"V{bottom:.1f}Z")
     return "".join(parts)
 
@@ -397,28 +361,22 @@ def _shared_lines(timeline: Timeline) -> list[list[int]]:
     return lines
 
 
-_REQUESTS, _COUNTERS = 1, 2
+_REQUESTS, _COUNTERS = 1, 2  # processes of the trace
 
 
 def write_trace(timeline: Timeline) -> Iterator[str]:
     """The JSON, piece by piece."""
-    yield '{"displayTimeUnit":"ms","traceEvents":['
-    yield _event(_process_name(_REQUESTS, title(timeline)))
-    yield ",\n" + _event(_process_name(_COUNTERS, "batch and blocks"))
-    for event in _slices(timeline):
-        yield ",\n" + _event(event)
-    for event in _counters(timeline):
-        yield ",\n" + _event(event)
+    before = '{"displayTimeUnit":"ms","traceEvents":['
+    for event in chain(_processes(timeline), _slices(timeline), _counters(timeline)):
+        yield before + json.dumps(event, separators=(",", ":"))
+        before = ",\n"
     yield "]}\n"
 
 
-def _process_name(process: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": process, "tid": 0, "ts": 0, "name": "process_name",
-            "args": {"name": name}}  # fmt: skip
-
-
-def _event(event: dict[str, Any]) -> str:
-    return json.dumps(event, separators=(",", ":"))
+def _processes(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for process, name in ((_REQUESTS, title(timeline)), (_COUNTERS, "batch and blocks")):
+        facts = {"ph": "M", "pid": process, "tid": 0, "ts": 0, "name": "process_name"}
+        yield {**facts, "args": {"name": name}}
 
 
 def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -453,22 +411,25 @@ def _args(timeline: Timeline, lane: Lane, interval: Interval) -> dict[str, Any]:
 
 
 def _counters(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    for index in range(timeline.num_iterations):
-        context, generation = timeline.num_context[index], timeline.num_generation[index]
-        tokens = timeline.num_context_tokens[index], timeline.num_generation_tokens[index]
-        free = timeline.num_free_blocks[index]
-        yield from _count(timeline.start_us[index], context, generation, tokens, free)
+    columns = (
+        timeline.num_context,
+        timeline.num_generation,
+        timeline.num_context_tokens,
+        timeline.num_generation_tokens,
+        timeline.num_free_blocks,
+    )
+    for index, numbers in enumerate(zip(*columns, strict=True)):
+        yield from _counts(timeline.start_us[index], *numbers)
         if timeline.is_last_busy[index]:  # else the last values would stand while nothing happens
-            yield from _count(timeline.end_us(index), 0, 0, (0, 0), timeline.settings.num_blocks)
+            yield from _counts(timeline.end_us(index), 0, 0, 0, 0, timeline.settings.num_blocks)
 
 
-def _count(
-    time_us: int, context: int, generation: int, num_tokens: tuple[int, int], num_free: int
+def _counts(
+    time_us: int, context: int, generation: int, tokens: int, others: int, num_free: int
 ) -> Iterator[dict[str, Any]]:
-    values = {
-        "batch": {"context": context, "generation": generation},
-        "tokens": {"context": num_tokens[0], "generation": num_tokens[1]},
-        "free blocks": {"free": num_free},
-    }
-    for name, args in values.items():
+    for name, args in (
+        ("batch", {"context": context, "generation": generation}),
+        ("tokens", {"context": tokens, "generation": others}),
+        ("free blocks", {"free": num_free}),
+    ):
         yield {"ph": "C", "pid": _COUNTERS, "tid": 0, "ts": time_us, "name": name, "args": args}

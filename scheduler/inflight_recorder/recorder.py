@@ -39,10 +39,10 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
-from inflight_recorder.settings import ERROR, NOT_FINITE, Settings
+from inflight_recorder.settings import ERROR, NOT_FINITE, Settings, StartState
 from inflight_scheduler.beam_search import BeamStep
 from inflight_scheduler.kv.block_manager import BlockManager
-from inflight_scheduler.kv.prefix_cache import HASH_SIZE, CacheState
+from inflight_scheduler.kv.prefix_cache import HASH_SIZE
 from inflight_scheduler.planning.active_requests import ActiveRequests
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import FinishReason
@@ -65,20 +65,6 @@ _MARSHAL_VERSION = 2  # the last one that does not look for objects it has seen 
 
 _Step: TypeAlias = tuple[tuple[int, ...], Sequence[LlmRequest]]
 """Its contexts (id, tokens, id, ...), and the requests that generate."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartState:
-    """Where everything stood when a chunk began; see `storage.format_header`.
-
-    ``requests`` are the fields of each `RequestState` up to its hashes, packed, and ``hashes`` are
-    those of each of these requests. ``cache`` None: without block reuse.
-    """
-
-    requests: bytes
-    hashes: tuple[bytes, ...]
-    is_running: bool
-    cache: CacheState | None
 
 
 @dataclass(slots=True)
@@ -312,29 +298,32 @@ class FlightRecorder:
 
         Call it on the thread that records; the lines may be taken on another one.
         """
+        from inflight_recorder.schema import format_recording
+
         packed = [iteration for chunk in self._ring for iteration in chunk.packed]
         start = None if self._number == len(packed) else self._ring[0].start
-        return self._format(start, packed)
+        return format_recording(self.settings, self._software, self._started, start, packed)
 
     def close(self) -> None:
         """Close the sink."""
         if self._sink is not None:
             self._sink.close()
 
-    def _format(self, start: StartState | None, packed: Sequence[bytes]) -> Iterator[str]:
-        from inflight_recorder.storage import format_header, format_iteration
-
-        facts: tuple[Any, ...] = ()
-        if start is not None:
-            facts = start.requests, start.hashes, start.is_running, start.cache
-        yield format_header(self.settings, self._software, self._started, *facts)
-        yield from map(format_iteration, packed)
-
     def _note_places(self, active_requests: Sequence[LlmRequest]) -> None:
-        """Where the arrivals stand; they are recorded in that order."""
-        self._places = _places(active_requests, self._arrivals)
-        if self._places:  # each is inserted behind those before it
-            self._arrivals.sort(key=lambda request: self._places[request.request_id])
+        """Where the arrivals stand, if not all at the end; they are recorded in that order."""
+        arrivals = self._arrivals
+        tail = active_requests[len(active_requests) - len(arrivals) :]
+        if all(one is other for one, other in zip(tail, arrivals, strict=False)):
+            self._places = {}
+            return
+        new_ids = {request.request_id for request in arrivals}
+        self._places = {
+            request.request_id: place
+            for place, request in enumerate(active_requests)
+            if request.request_id in new_ids
+        }
+        # Each is inserted behind those before it.
+        arrivals.sort(key=lambda request: self._places[request.request_id])
 
     def _note_generation(
         self, active_requests: Sequence[LlmRequest], generation: Sequence[LlmRequest]
@@ -537,18 +526,3 @@ def _token_places(step: _Step | None) -> dict[int, int]:
     context, generation = step
     ids = [*context[::2], *(request.request_id for request in generation)]
     return {request_id: place for place, request_id in enumerate(ids, start=1)}
-
-
-def _places(
-    active_requests: Sequence[LlmRequest], arrivals: Sequence[LlmRequest]
-) -> dict[int, int]:
-    """Where each new request stands; empty when all stand at the end, in their order."""
-    tail = active_requests[len(active_requests) - len(arrivals) :]
-    if all(one is other for one, other in zip(tail, arrivals, strict=False)):
-        return {}
-    new_ids = {request.request_id for request in arrivals}
-    return {
-        request.request_id: place
-        for place, request in enumerate(active_requests)
-        if request.request_id in new_ids
-    }

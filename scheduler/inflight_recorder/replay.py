@@ -56,13 +56,7 @@ def replay(
     """
     header = reader.header
     with reader.named_place():
-        simulation = Simulation(
-            reader.settings,
-            header.active,
-            make_scheduler,
-            header.cache,
-            is_running=header.is_running,
-        )
+        simulation = Simulation(reader.settings, make_scheduler, header)
     num_iterations = num_pauses = 0
     num_requests = len(header.active)
     for iteration in reader:
@@ -80,7 +74,6 @@ def _replay_iteration(simulation: Simulation, iteration: Iteration) -> Divergenc
     simulation.arrivals(iteration)
     if iteration.decision is not None:
         simulation.begin(iteration)
-        simulation.draft(iteration)
         lists = simulation.decide()
         divergence = _compare(iteration.number, iteration.decision, _as_decision(lists))
         if divergence is not None:

@@ -11,18 +11,19 @@ import csv
 import json
 import math
 import random
-import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
+
+import msgspec
 
 from inflight_recorder.schema import MAX_TIME
 from inflight_recorder.settings import RecordingError
-from inflight_recorder.workload import MAX_NUM_JOBS, Job, random_arrivals
+from inflight_recorder.workload import MAX_NUM_JOBS, Job, Workload, random_arrivals
 
 MAX_ROW_BYTES = 2**22
 """A million tokens have 65,536 ids where a block has 16; an id has up to 20 digits."""
@@ -33,12 +34,12 @@ MAX_TOKENS = 2**20
 MAX_NEW_TOKENS = 10**9
 """Of all requests together: some hours of prediction."""
 
-MAX_HASH_TOKENS = 2**16
+_Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_MICROSECOND = timedelta(microseconds=1)
+
 UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
 """Microseconds in each unit of time."""
-
-MAX_HASHES = 2**27
-"""Blocks of all prompts together that are told by ids: 1 GiB of hashes."""
 
 _MIN_ID, _MAX_ID = -(2**63), 2**64 - 1
 _HASH_IDS = "hash_ids"
@@ -47,15 +48,15 @@ _HASH_IDS = "hash_ids"
 class Kind(NamedTuple):
     """One kind of trace: the columns of arrival, prompt and output, and what they count in."""
 
-    columns: tuple[str, str, str]
+    columns: Sequence[str]
     unit: str = "s"
     hash_tokens: int = 512
 
 
-KINDS = {
-    "Mooncake": Kind(("timestamp", "input_length", "output_length"), "ms"),
-    "Azure": Kind(("TIMESTAMP", "ContextTokens", "GeneratedTokens")),
-}
+KINDS = (
+    Kind(("timestamp", "input_length", "output_length"), "ms"),  # Mooncake
+    Kind(("TIMESTAMP", "ContextTokens", "GeneratedTokens")),  # Azure
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +79,13 @@ class TraceOptions:
     tokens_per_block: int = 64
 
 
-@dataclass(slots=True)
-class TracedRequests:
-    """Jobs in order of arrival, and how many requests had no tokens to run."""
-
-    jobs: list[Job] = field(default_factory=list)
-    num_left_out: int = 0
-
-
-def read_trace(path: Path, options: TraceOptions | None = None) -> TracedRequests:
+def read_trace(path: Path, options: TraceOptions) -> Workload:
     """Read a trace once, from its beginning.
 
     `RecordingError` names the line and the field of what cannot be. A row is in memory at a time,
     and some 300 bytes for each request (and 8 for each block, where ids tell what prompts are).
     """
-    collector = _Collector(options or TraceOptions())
+    collector = _Collector(options)
     try:
         file = path.open("rb")
     except OSError as error:
@@ -167,19 +160,15 @@ def _cells(line: str) -> list[str]:
 def _kind_of(row: Mapping[str, Any], options: TraceOptions) -> Kind:
     """How to read the rows that are like ``row``, the first one."""
     if options.columns is not None:
-        arrival, prompt, output = options.columns
-        kind = Kind((arrival, prompt, output))
-    else:
-        fitting = (  # some are published without arrivals
-            kind for kind in KINDS.values() if all(name in row for name in kind.columns[1:])
-        )
-        found = next(fitting, None)
-        if found is None:
+        kind = Kind(options.columns)
+    else:  # some are published without arrivals
+        known = [kind for kind in KINDS if all(name in row for name in kind.columns[1:])]
+        if not known:
             raise RecordingError(
                 f"of no known trace are the columns {_shorten(', '.join(row))}: name those of "
                 "arrival, prompt tokens and generated tokens with --trace-columns"
             )
-        kind = found
+        kind = known[0]
     return kind._replace(
         unit=options.unit or kind.unit, hash_tokens=options.hash_tokens or kind.hash_tokens
     )
@@ -194,7 +183,6 @@ class _Collector:
     jobs: list[Job] = field(default_factory=list)
     num_left_out: int = 0
     num_new_tokens: int = 0
-    num_hashes: int = 0
 
     def add(self, row: Mapping[str, Any]) -> bool:
         """One request more; False when there are enough."""
@@ -221,30 +209,22 @@ class _Collector:
         if ids is None or ids == []:  # AIPerf takes both for a prompt like no other
             return b""
         _check_ids(ids, prompt_len, hash_tokens)
-        tokens_per_block = self.options.tokens_per_block
-        self.num_hashes += prompt_len // tokens_per_block
-        if self.num_hashes > MAX_HASHES:
-            raise RecordingError(
-                f"more than {MAX_HASHES:,} blocks of {tokens_per_block} tokens in all prompts: "
-                "take the first ones with --num-requests"
-            )
-        return hash_blocks(ids, prompt_len, hash_tokens, tokens_per_block)
+        return hash_blocks(ids, prompt_len, hash_tokens, self.options.tokens_per_block)
 
-    def finish(self) -> TracedRequests:
+    def finish(self) -> Workload:
         """Everything that was read; the first one comes at 0."""
         options, jobs = self.options, self.jobs
+        first_us = 0
         if options.rate is not None:
             times = random_arrivals(random.Random(options.seed), options.rate, len(jobs))
-            jobs = [job._replace(arrival_us=time) for job, time in zip(jobs, times, strict=True)]
-        first_us = 0 if options.rate is not None else min(job.arrival_us for job in jobs)
+            for job, time_us in zip(jobs, times, strict=True):
+                job.arrival_us = time_us
+        else:
+            first_us = min(job.arrival_us for job in jobs)
+        for job in jobs:
+            job.arrival_us = int((job.arrival_us - first_us) / options.speed)
         jobs.sort(key=lambda job: job.arrival_us)
-        return TracedRequests(
-            [
-                job._replace(arrival_us=int((job.arrival_us - first_us) / options.speed))
-                for job in jobs
-            ],
-            self.num_left_out,
-        )
+        return Workload(jobs, num_left_out=self.num_left_out)
 
 
 def _check_ids(ids: object, prompt_len: int, hash_tokens: int) -> None:
@@ -293,48 +273,28 @@ def _length(row: Mapping[str, Any], name: str) -> int:
     """A number of tokens; also 374.0, as a table with gaps is written."""
     value = _value(row, name)
     try:
-        number = float(value) if isinstance(value, (int, float, str)) else math.nan
-    except (ValueError, OverflowError):
-        number = math.nan
-    if isinstance(value, bool) or not 0 <= number <= MAX_TOKENS or number != int(number):
+        return msgspec.convert(value, _Length, strict=False)
+    except msgspec.ValidationError:
         raise RecordingError(
             f"{name} is {_shorten(value)}: it must be a number of tokens from 0 to {MAX_TOKENS:,}"
-        )
-    return int(number)
+        ) from None
 
 
 def _time_us(row: Mapping[str, Any], name: str, unit_us: float) -> int:
     """A number in the unit of the trace, or a date (UTC, if it does not say)."""
     value = _value(row, name, ": name another with --trace-columns, or let them come at a --rate")
-    time_us = math.nan
-    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            time_us = float(value) * unit_us
-        except (ValueError, OverflowError):
-            time_us = _date_us(value)
+    try:
+        time = msgspec.convert(value, float | datetime, strict=False)
+    except msgspec.ValidationError:
+        time = math.nan
+    if isinstance(time, datetime):
+        date = time if time.tzinfo is not None else time.replace(tzinfo=timezone.utc)
+        time_us: float = (date - _EPOCH) // _MICROSECOND
+    else:
+        time_us = time * unit_us
     if not -MAX_TIME <= time_us <= MAX_TIME:  # also NaN
         raise RecordingError(f"{name} is {_shorten(value)}: a time is expected, or a date")
     return int(time_us)
-
-
-_DATE = re.compile(
-    r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,12}))?(?:(Z)|([+-]\d\d:\d\d))?", re.ASCII
-)
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-_MICROSECOND = timedelta(microseconds=1)
-
-
-def _date_us(value: object) -> float:
-    """Microseconds since 1970, NaN for what is no date."""
-    match = _DATE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        return math.nan
-    day, clock, fraction, _, offset = match.groups()
-    try:
-        date = datetime.fromisoformat(f"{day}T{clock}{offset or '+00:00'}")
-    except ValueError:
-        return math.nan
-    return (date - _EPOCH) // _MICROSECOND + int((fraction or "0").ljust(6, "0")[:6])
 
 
 def _shorten(value: Any) -> str:

@@ -20,14 +20,20 @@ from __future__ import annotations
 
 import marshal
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
 
-from inflight_recorder.settings import ERROR, NOT_FINITE, RecordingError, Settings
+from inflight_recorder.settings import (
+    ERROR,
+    NOT_FINITE,
+    RecordingError,
+    Settings,
+    StartState,
+)
 from inflight_scheduler.planning.active_requests import DEFAULT_PRIORITY_SPAN
 from inflight_scheduler.policies.micro_batch import ContextChunking, ContextChunkingPolicy
 from inflight_scheduler.policies.scheduler import find_policy
@@ -289,8 +295,8 @@ class Iteration(_Record):
     before, which took this one with it. ``is_by_default``: the decision of the user's scheduler was
     refused, and the default made this one. ``drafts`` are of all requests with drafts, and
     ``is_settled`` (overlapped) says that no step ran on after this iteration. ``beams``: how rows
-    went on before the decision. ``has_forgotten`` (overlapped): a request had left whose numbers
-    have failed in the step before, so nothing stayed cached. ``growths`` hold for all of
+    went on before the decision. ``has_forgotten`` (overlapped): a request had left whose logits
+    were not finite in the step before, so nothing stayed cached. ``growths`` hold for all of
     the iteration. ``partial_matches`` are those that deciding found,
     where they are not what they were, and ``late_matches`` those that planning found instead.
     Times are microseconds, ``start_us`` since the recording was started; ``num_free_blocks`` is
@@ -315,6 +321,11 @@ class Iteration(_Record):
     is_settled: bool = field(default=False, name="u")
     has_forgotten: bool = field(default=False, name="w")
 
+    @property
+    def reasons(self) -> dict[int, str]:
+        """Why requests ended, by their ids."""
+        return dict(self.ends)
+
 
 _T = TypeVar("_T")
 
@@ -324,10 +335,44 @@ def convert(content: object, kind: type[_T]) -> _T:
     try:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
-        raise RecordingError(explain(error)) from None
+        raise RecordingError(_explain(error)) from None
 
 
-def explain(error: msgspec.MsgspecError) -> str:
+def decode_header(line: bytes) -> Header:
+    """The first line; `RecordingError` for another format, and for what cannot be."""
+    found = _decode(line, _decode_version)
+    if found.inflight_recording is None:
+        raise RecordingError("this is no recording of inflight: the first line is no header")
+    if found.inflight_recording != FORMAT_VERSION:
+        raise RecordingError(
+            f"the recording has format version {found.inflight_recording!r:.40}, this inflight "
+            f"reads {FORMAT_VERSION}; use the release that wrote it ({found.software!r:.40})"
+        )
+    return _decode(line, _decode_header)
+
+
+def decode_iteration(line: bytes) -> Iteration:
+    """Any other line; `RecordingError` names the field and what it must be."""
+    return _decode(line, _decode_iteration)
+
+
+_decode_version = msgspec.json.Decoder(HeaderVersion).decode
+_decode_header = msgspec.json.Decoder(Header).decode
+_decode_iteration = msgspec.json.Decoder(Iteration).decode
+
+
+def _decode(line: bytes, decode: Callable[[bytes], _T]) -> _T:
+    try:
+        return decode(line)
+    except msgspec.MsgspecError as error:
+        raise RecordingError(_explain(error)) from None
+    except UnicodeDecodeError:
+        raise RecordingError("this is no JSON: some bytes are no text (damaged?)") from None
+    except RecursionError:
+        raise RecordingError("this is no recording: it is nested too deeply") from None
+
+
+def _explain(error: msgspec.MsgspecError) -> str:
     """The message of msgspec, with the field in front."""
     message, _, path = str(error).partition(" - at `$")
     if "unknown field" in message:
@@ -335,6 +380,48 @@ def explain(error: msgspec.MsgspecError) -> str:
     if not isinstance(error, msgspec.ValidationError):
         message = f"this is no JSON (damaged, or cut off): {message}"
     return f"{path[:-1].lstrip('.')}: {message}" if path else message
+
+
+def format_recording(
+    settings: Settings,
+    software: str,
+    started: str,
+    start: StartState | None,
+    packed: Sequence[bytes],
+) -> Iterator[str]:
+    """A recording, line by line; ``start`` None: from the start of the server."""
+    yield format_header(settings, software, started, start)
+    yield from map(format_iteration, packed)
+
+
+def format_header(
+    settings: Settings, software: str, started: str, start: StartState | None = None
+) -> str:
+    """The first line."""
+    cache, tables = None, dict[int, tuple[int, ...]]()
+    if start is not None and start.cache is not None:
+        kept, tables = start.cache.kept, start.cache.tables
+        hashes = array("Q", [start.cache.hashes[block] for block in kept]).tobytes()
+        cache = CacheStart(tuple(kept), hashes, tuple(start.cache.idle))
+    active: list[RequestState] = []
+    if start is not None:
+        states = zip(_rows(marshal.loads(start.requests), 11), start.hashes, strict=True)
+        active = [RequestState(*(*row, own, tables.get(row[0], ()))) for row, own in states]
+    header = Header(
+        FORMAT_VERSION,
+        SettingsRecord.of(settings),
+        software,
+        started,
+        tuple(active),
+        start is not None and start.is_running,
+        cache,
+    )
+    return msgspec.json.encode(header).decode() + "\n"
+
+
+def format_iteration(packed: bytes) -> str:
+    """The line of one iteration, which `recorder.pack_iteration` has packed."""
+    return msgspec.json.encode(unpack_iteration(packed)).decode() + "\n"
 
 
 def apply_changes(ids: tuple[int, ...], changes: Iterable[int]) -> tuple[int, ...]:
@@ -357,34 +444,31 @@ def apply_changes(ids: tuple[int, ...], changes: Iterable[int]) -> tuple[int, ..
 
 def unpack_iteration(packed: bytes) -> Iteration:
     """What `recorder.pack_iteration` was given, with names."""
-    number, start_us, step_us, num_free_blocks, arrivals, decided, ends, *rest = marshal.loads(
-        packed
-    )
-    growths, partial_matches, late_matches, drafts, beams, *flags = rest
+    number, start_us, step_us, num_free, arrivals, decided, *rest = marshal.loads(packed)
     decision = None
     if decided is not None:
         context, told, paused = decided
         is_whole = isinstance(told, bytes)
         generation = tuple(array("Q", told)) if is_whole else ()
         changes = None if is_whole else told or ()
-        decision = Decision(tuple(map(Chunk._make, rows(context, 2))), generation, changes, paused)
+        decision = Decision(_named(Chunk, context), generation, changes, paused)
+    kinds = (End, Growth, PartialMatch, PartialMatch, Drafts, BeamTrace)
     return Iteration(
         number,
         start_us,
         step_us,
-        num_free_blocks,
-        tuple([Arrival(*row) for row in rows(arrivals, 7)]),
+        num_free,
+        tuple([Arrival(*row) for row in _rows(arrivals, 7)]),
         decision,
-        tuple(map(End._make, rows(ends, 2))),
-        tuple(map(Growth._make, rows(growths, 2))),
-        tuple(map(PartialMatch._make, rows(partial_matches, 2))),
-        tuple(map(PartialMatch._make, rows(late_matches, 2))),
-        tuple(map(Drafts._make, rows(drafts, 4))),
-        tuple(map(BeamTrace._make, rows(beams, 2))),
-        *flags,
+        *[*map(_named, kinds, rest), *rest[len(kinds) :]],
     )
 
 
-def rows(fields: tuple[Any, ...], width: int) -> Iterator[tuple[Any, ...]]:
+def _named(kind: Any, fields: tuple[Any, ...]) -> Any:
+    """A ``kind`` for each of the rows."""
+    return tuple(map(kind._make, _rows(fields, len(kind._fields))))
+
+
+def _rows(fields: tuple[Any, ...], width: int) -> Iterator[tuple[Any, ...]]:
     """``fields``, so many for each row."""
     return zip(*[iter(fields)] * width, strict=True)

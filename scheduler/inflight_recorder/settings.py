@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from inflight_scheduler.kv.prefix_cache import CacheState
 from inflight_scheduler.planning.active_requests import DEFAULT_PRIORITY_SPAN
 from inflight_scheduler.planning.planner import BatchPlanner
 from inflight_scheduler.policies.capacity import POLICIES, ReservingScheduler
@@ -69,6 +70,20 @@ class Settings:
     def policy_name(self) -> str:
         """The name under which the policy is registered."""
         return policy_name(self.policy)
+
+
+@dataclass(frozen=True, slots=True)
+class StartState:
+    """Where everything stood when a chunk began; see `schema.format_header`.
+
+    ``requests`` are the fields of each `RequestState` up to its hashes, packed, and ``hashes`` are
+    those of each of these requests. ``cache`` None: without block reuse.
+    """
+
+    requests: bytes
+    hashes: tuple[bytes, ...]
+    is_running: bool
+    cache: CacheState | None
 
 
 def scheduler_of(

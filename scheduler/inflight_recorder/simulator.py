@@ -1,8 +1,9 @@
 """The scheduler run again: requests without text, the same rules, the same accounts of blocks.
 
-`Simulation` stands in for the loop of the batch manager. Its steps must come in the order of the
-recorded ones: `arrivals`, `begin`, `draft`, `decide` (or `follow`), `plan`, `run`, then `end`.
-What a decision computes is known between `plan` and `run`: what is cached of a prompt is left out.
+`Simulation` stands in for the loop of the batch manager. For each iteration with a decision call
+`arrivals`, `begin`, `decide` (or `follow`), `plan`, `run`, then `end`; for one without, `arrivals`,
+`settle` if it says so, then `end`. Between `plan` and `run` the sizes of chunks are those computed:
+what is cached of a prompt is left out.
 
 With block reuse a request has the recorded hashes for the keys of its blocks, so it finds in the
 cache what it found then. How much of a further block it found is taken from the recording.
@@ -10,7 +11,7 @@ cache what it found then. How much of a further block it found is taken from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, SupportsIndex, overload
 
@@ -18,11 +19,11 @@ from inflight_recorder.cost_model import Load
 from inflight_recorder.schema import (
     MAX_NUM_REQUESTS,
     TOKEN_ENDS,
-    Arrival,
     BeamTrace,
     CacheStart,
     Decision,
     Drafts,
+    Header,
     Iteration,
     PartialMatch,
     RequestState,
@@ -101,9 +102,6 @@ class Step(NamedTuple):
 
 _ANY_BLOCK = -1
 
-Ends = Mapping[int, str]
-"""The recorded reasons by request."""
-
 
 class Simulation:
     """Scheduler, blocks and slots with requests that have lengths only.
@@ -114,15 +112,12 @@ class Simulation:
     def __init__(
         self,
         settings: Settings,
-        active: Sequence[RequestState] = (),
-        scheduler: MakeScheduler | None = default_scheduler,
-        cache: CacheStart | None = None,
-        *,
-        is_running: bool = False,
+        make_scheduler: MakeScheduler | None = default_scheduler,
+        start: Header | None = None,
     ) -> None:
-        """``scheduler`` None: nothing is decided here, recorded decisions are followed.
+        """``make_scheduler`` None: nothing is decided here, recorded decisions are followed.
 
-        ``is_running``: a step runs of which the tokens, if it draws any, are to come (overlapped).
+        ``start``: the header of the recording that is followed, if it begins in the middle.
         """
         self.settings = settings
         self.block_manager = BlockManager(
@@ -133,7 +128,7 @@ class Simulation:
         )
         self.planner = BatchPlanner(self.block_manager, settings.max_batch_size)
         try:
-            self.scheduler = scheduler(settings, self.planner) if scheduler else None
+            self.scheduler = make_scheduler and make_scheduler(settings, self.planner)
         except ValueError as error:
             raise RecordingError(f"these settings contradict one another: {error}") from None
         self._num_prompt_blocks_left = MIN_PROMPT_BLOCKS
@@ -142,21 +137,13 @@ class Simulation:
         # Of a request: tokens of a block that are found cached, by the index of the block in the
         # prompt (`_ANY_BLOCK`: whichever is the first that is not cached as a whole).
         self._partial_matches: dict[int, Mapping[int, int]] = {}
-        if active and settings.enable_reuse and cache is None:
-            raise RecordingError(
-                "the recording begins in the middle and does not say what was cached then; with "
-                "block reuse that is needed: record to a file from the start (record_file)"
-            )
         self._num_told: dict[int, int] = {}  # block keys of a request that the recording told
         self.active: list[LlmRequest] = []
         self._by_id: dict[int, LlmRequest] = {}
-        for state in active:
-            self._restore(state, has_table=cache is not None)
-        # Overlapped: the step whose tokens come next.
-        self._running = self._resume(active, is_running)
+        self._running: Plan | None = None  # overlapped: the step whose tokens come next
         self._settled: list[LlmRequest] = []  # requests that got them before the decision
-        if cache is not None:
-            self._restore_cache(cache, active)
+        if start is not None:
+            self._resume(start)
 
     @property
     def is_running(self) -> bool:
@@ -180,7 +167,15 @@ class Simulation:
 
     def arrivals(self, iteration: Iteration) -> list[LlmRequest]:
         """Make those of ``iteration`` active."""
-        arrived = [self.arrive(arrival) for arrival in iteration.arrivals]
+        arrived = [
+            self.arrive(
+                make_request(
+                    a.request_id, a.prompt_len, a.max_new_tokens, a.beam_width, a.priority
+                ),
+                a.place,
+            )
+            for a in iteration.arrivals
+        ]
         for request_id, hashes in iteration.growths:
             request = self._known(request_id)
             num_told = self._num_told.get(request_id, 0)
@@ -191,39 +186,52 @@ class Simulation:
 
     def arrive(
         self,
-        arrival: Arrival,
-        block_keys: Sequence[bytes] = (),
+        request: LlmRequest,
+        place: int | None = None,
         partial_matches: Mapping[int, int] = MappingProxyType({}),
     ) -> LlmRequest:
-        """Make a request active, at its place.
+        """Make ``request`` active, at index ``place`` of the active ones (None: last).
 
-        ``block_keys``: of its text, as far as they are known already.
         ``partial_matches``: tokens that are cached of blocks of the prompt, by their index.
         """
-        request = make_request(arrival, arrival.prompt_len, arrival.max_new_tokens)
-        request.block_keys = list(block_keys)
-        self._partial_matches[arrival.request_id] = partial_matches
+        request_id = request.request_id
         if not self.block_manager.can_ever_fit(request):
-            raise RecordingError(f"request {arrival.request_id} is larger than the whole pool")
-        self._add(request, arrival.place)
+            raise RecordingError(f"request {request_id} is larger than the whole pool")
+        if request_id in self._by_id:
+            raise RecordingError(f"request {request_id} arrives while it is active")
+        if len(self._by_id) >= MAX_NUM_REQUESTS:
+            raise RecordingError(f"more than {MAX_NUM_REQUESTS} requests are active")
+        self._num_beam_entries += self._beam_entries_of(request)
+        if self._num_beam_entries > MAX_BEAM_ENTRIES:
+            raise RecordingError(
+                f"the tables of all beams have more than {MAX_BEAM_ENTRIES} blocks"
+            )
+        self._partial_matches[request_id] = partial_matches
+        self._by_id[request_id] = request
+        self.active.insert(len(self.active) if place is None else place, request)
         return request
 
     def begin(self, iteration: Iteration) -> None:
-        """What comes between the arrivals and the decision of ``iteration``: how beams went on."""
+        """What comes between the arrivals and the decision of ``iteration``.
+
+        How beams went on, then the drafts and partial matches that it is decided with.
+        """
         running = self._running
         if running is not None and self.must_settle:
             if iteration.has_lost:
                 raise RecordingError("a decision, though the step it needs was lost")
             self._running = None
-            ends: Ends = dict(iteration.ends)
-            self._settled = self._settle(running.batch, ends, iteration)
+            self._settled = self._apply_tokens(running.batch, iteration)
+            reasons = iteration.reasons
             for request in self._settled:
-                reason = ends.get(request.request_id)
+                reason = reasons.get(request.request_id)
                 has_ended = reason == "end_id" or (reason in TOKEN_ENDS and request.beams)
                 if has_ended or request.is_finished:  # it holds its slot
                     raise RecordingError(f"request {request.request_id} ended before this decision")
         for trace in iteration.beams:
             self._move(trace)
+        self._match(iteration.partial_matches)
+        self._draft(iteration.drafts)
 
     def _move(self, trace: BeamTrace) -> None:
         request = self._known(trace.request_id)
@@ -236,14 +244,13 @@ class Simulation:
         request.beams.step = BeamStep(trace.parents, step.tokens)
         self.block_manager.follow_beams(request, trace.parents)
 
-    def draft(self, iteration: Iteration) -> None:
-        """The drafts and partial matches with which ``iteration`` is decided."""
-        self._match(iteration.partial_matches)
-        drafts = {each.request_id: each for each in iteration.drafts}
-        for request_id in self._drafting - drafts.keys():
+    def _draft(self, drafts: Sequence[Drafts]) -> None:
+        """These requests have drafts at this decision, and no others."""
+        drafting = {each.request_id for each in drafts}
+        for request_id in self._drafting - drafting:
             if request_id in self._by_id:
                 self._by_id[request_id].set_draft_tokens(())
-        for each in iteration.drafts:
+        for each in drafts:
             if each.num_kept > each.num_drafts:
                 raise RecordingError(f"request {each.request_id} keeps more drafts than it has")
             request = self._by_id.get(each.request_id)
@@ -251,7 +258,7 @@ class Simulation:
                 raise RecordingError(f"request {each.request_id} has drafts, but it is not active")
             self._set_drafts(request, each.num_drafts)
             request.num_chunk_drafts = each.num_kept
-        self._drafting = set(drafts)
+        self._drafting = drafting
 
     def _set_drafts(self, request: LlmRequest, num_drafts: int) -> None:
         if request.beams is not None:  # its rows would not all grow by as many blocks
@@ -312,94 +319,98 @@ class Simulation:
         requests end in the order of their tokens. A step that failed gives no tokens.
         """
         batch = plan.batch
-        ends: Ends = dict(iteration.ends)
-        is_settled = iteration.is_settled
-        if is_settled and self._running is not None:
+        if iteration.is_settled and self._running is not None:
             raise RecordingError("nothing runs on after this iteration, but a step ran before it")
-        is_overlapped = self.settings.is_overlapped and not is_settled
-        if is_overlapped and batch.num_drafts > 0:
-            raise RecordingError("drafts run in a step that runs on after this iteration")
-        is_hurt = iteration.has_failed or iteration.has_lost
-        is_before = is_overlapped or batch.is_empty
-        awaited = (self._running or NO_PLAN) if is_before else plan
-        load = None if is_hurt else awaited.load
-        run = self._run_overlapped if is_overlapped else self._run
-        advanced = self._settled + run(plan, iteration, ends)
-        self._settled = []
-        return Step(*self._end_by_tokens(advanced, ends), load)
+        advanced, self._settled = self._settled, []
+        if self.settings.is_overlapped and not iteration.is_settled:
+            if batch.num_drafts > 0:
+                raise RecordingError("drafts run in a step that runs on after this iteration")
+            load = None if self._running is None else self._running.load
+            advanced += self._run_overlapped(plan, iteration)
+        elif iteration.has_failed:
+            load = None
+            self._discard(batch, iteration)
+        else:
+            load = None if batch.is_empty else plan.load
+            if not batch.is_empty:
+                advanced += self.planner.update(batch, self._drawn_tokens(batch, iteration))
+        return self._end_by_tokens(advanced, iteration, load)
 
     def settle(self, iteration: Iteration) -> Step:
         """An iteration without a decision, in which the tokens of the step that ran have come."""
-        load = None
-        if self._running is not None and not self.must_settle and not iteration.has_lost:
-            load = self._running.load
-        ends: Ends = dict(iteration.ends)
-        advanced = self._run_overlapped(NO_PLAN, iteration, ends)
-        return Step(*self._end_by_tokens(advanced, ends), load)
+        running = self._running
+        load = None if running is None or self.must_settle else running.load
+        advanced = self._run_overlapped(NO_PLAN, iteration)
+        return self._end_by_tokens(advanced, iteration, load)
 
-    def _end_by_tokens(
-        self, advanced: list[LlmRequest], ends: Ends
-    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """``advanced``, and those of them that end with it."""
-        ended = [r for r in advanced if r.is_finished or ends.get(r.request_id) in TOKEN_ENDS]
-        for request in ended:
-            is_broken = ends.get(request.request_id) == NOT_FINITE
-            if is_broken and isinstance(request.tokens, SyntheticTokens):
-                request.tokens.is_broken = True
-        self.forget(ended)
-        return advanced, ended
-
-    def _run(self, plan: Plan, iteration: Iteration, ends: Ends) -> list[LlmRequest]:
-        """The requests that got a token of the step."""
-        batch = plan.batch
-        if iteration.has_failed:
-            self._discard(batch, ends)
-            return []
-        if batch.is_empty:
-            return []
-        failed = self._without_token(batch, ends)
-        return self.planner.update(
-            batch, _drawn_tokens(batch, iteration.drafts, self.planner, failed)
-        )
-
-    def _run_overlapped(self, plan: Plan, iteration: Iteration, ends: Ends) -> list[LlmRequest]:
+    def _run_overlapped(self, plan: Plan, iteration: Iteration) -> list[LlmRequest]:
         """The requests that got a token of the step before, which ran until now."""
         batch = plan.batch
         before, self._running = self._running, None
-        has_failed = iteration.has_failed
-        if not batch.is_empty and not has_failed:
+        if not batch.is_empty and not iteration.has_failed:
             self.planner.assume_step(batch)
             self._running = plan
         advanced: list[LlmRequest] = []
         if before is not None and iteration.has_lost:
-            self._discard(before.batch, ends)
+            self._discard(before.batch, iteration)
             if self._running is not None:
-                self._discard(self._running.batch, ends)
+                self._discard(batch, iteration)
                 self._running = None
         elif before is not None:
-            advanced = self._settle(before.batch, ends, iteration)
-        if has_failed:
-            self._discard(batch, ends)
+            advanced = self._apply_tokens(before.batch, iteration)
+        if iteration.has_failed:
+            self._discard(batch, iteration)
         return advanced
 
-    def _settle(self, batch: ScheduledBatch, ends: Ends, iteration: Iteration) -> list[LlmRequest]:
+    def _apply_tokens(self, batch: ScheduledBatch, iteration: Iteration) -> list[LlmRequest]:
+        """The tokens of a step that ran on have come; returns the requests that got one."""
         if iteration.has_forgotten:
             self.block_manager.forget_all()
-        failed = self._without_token(batch, ends)
-        tokens = [-(request.request_id in failed) for request in self.planner.token_owners(batch)]
-        return self.planner.apply_tokens(batch, tokens)
+        return self.planner.apply_tokens(batch, self._drawn_tokens(batch, iteration))
 
-    def _without_token(self, batch: ScheduledBatch, ends: Ends) -> set[int]:
-        """Whose numbers have failed; of those that search, nothing follows the last token."""
-        failed = {request_id for request_id, reason in ends.items() if reason == NOT_FINITE}
-        for request in self.planner.token_owners(batch) if failed else ():
+    def _drawn_tokens(self, batch: ScheduledBatch, iteration: Iteration) -> list[int]:
+        """What the engine may have drawn: drafts are 0, and so are the draws that confirm them.
+
+        The last token of a request whose logits were not finite is -1. Nothing follows the last
+        token of a beam search then.
+        """
+        failed = {request_id for request_id, reason in iteration.ends if reason == NOT_FINITE}
+        if batch.num_drafts == 0 and not failed:
+            return [0] * batch.num_drawn
+        owners = self.planner.token_owners(batch)
+        for request in owners:
             if request.request_id in failed and isinstance(request.beams, RecordedBeams):
                 request.beams.is_broken = True
-        return failed
+        gained = {each.request_id: each.num_gained for each in iteration.drafts}
+        tokens: list[int] = []
+        for run in batch.runs:
+            if run.num_drawn > 0:
+                owner = owners[len(tokens)].request_id
+                num_right = min(max(gained.get(owner, 0), 1), run.num_drawn) - 1
+                drawn = [0] * num_right + [1] * (run.num_drawn - num_right)
+                if owner in failed:
+                    drawn[num_right] = -1
+                tokens += drawn
+        return tokens + [-(owner.request_id in failed) for owner in owners[len(tokens) :]]
 
-    def _discard(self, batch: ScheduledBatch, ends: Ends) -> None:
+    def _end_by_tokens(
+        self, advanced: list[LlmRequest], iteration: Iteration, load: Load | None
+    ) -> Step:
+        """The step that ``advanced`` these, of which some end with it."""
+        reasons = iteration.reasons
+        ended = [r for r in advanced if r.is_finished or reasons.get(r.request_id) in TOKEN_ENDS]
+        for request in ended:
+            is_broken = reasons.get(request.request_id) == NOT_FINITE
+            if is_broken and isinstance(request.tokens, SyntheticTokens):
+                request.tokens.is_broken = True
+        self.forget(ended)
+        return Step(advanced, ended, None if iteration.has_failed or iteration.has_lost else load)
+
+    def _discard(self, batch: ScheduledBatch, iteration: Iteration) -> None:
+        """The step failed, so its requests must have ended."""
+        reasons = iteration.reasons
         for request in self.planner.discard(batch):
-            is_told = request.is_finished or request.request_id in ends
+            is_told = request.is_finished or request.request_id in reasons
             # Another request may have its id by now.
             if self._by_id.get(request.request_id) is request and not is_told:
                 raise RecordingError(f"request {request.request_id} survives a failed step")
@@ -409,7 +420,7 @@ class Simulation:
         is_bare = iteration.decision is None and not iteration.is_settled
         if is_bare and iteration.has_forgotten:
             self.block_manager.forget_all()
-        ended = [self._by_id[i] for i, _ in iteration.ends if i in self._by_id]
+        ended = [self._by_id[i] for i in iteration.reasons if i in self._by_id]
         self.forget(ended)
         return ended
 
@@ -444,19 +455,6 @@ class Simulation:
             raise RecordingError(f"request {request_id} runs, but it is not active")
         return request
 
-    def _add(self, request: LlmRequest, place: int | None) -> None:
-        if request.request_id in self._by_id:
-            raise RecordingError(f"request {request.request_id} arrives while it is active")
-        if len(self._by_id) >= MAX_NUM_REQUESTS:
-            raise RecordingError(f"more than {MAX_NUM_REQUESTS} requests are active")
-        self._num_beam_entries += self._beam_entries_of(request)
-        if self._num_beam_entries > MAX_BEAM_ENTRIES:
-            raise RecordingError(
-                f"the tables of all beams have more than {MAX_BEAM_ENTRIES} blocks"
-            )
-        self._by_id[request.request_id] = request
-        self.active.insert(len(self.active) if place is None else place, request)
-
     def _beam_entries_of(self, request: LlmRequest) -> int:
         if request.beams is None:
             return 0
@@ -474,20 +472,37 @@ class Simulation:
                 f"{PROMPT_BLOCKS_PER_PLAN:,} for each iteration, have begun"
             )
 
+    def _resume(self, start: Header) -> None:
+        """Begin in the middle: with the requests, the step and the cache of then."""
+        if start.active and self.settings.enable_reuse and start.cache is None:
+            raise RecordingError(
+                "the recording begins in the middle and does not say what was cached then; with "
+                "block reuse that is needed: record to a file from the start (record_file)"
+            )
+        for state in start.active:
+            self._restore(state, has_table=start.cache is not None)
+        self._resume_step(start)
+        if start.cache is not None:
+            self._restore_cache(start.cache, start.active)
+
     def _restore(self, state: RequestState, *, has_table: bool) -> None:
         """A request in the middle of its life, with the blocks it held then.
 
         With ``has_table`` the blocks come later, since some may be shared.
         """
-        request = make_request(state, state.prompt_len, state.max_new_tokens)
-        if not self.block_manager.can_ever_fit(request):
-            raise RecordingError(f"request {state.request_id} is larger than the whole pool")
+        request = make_request(
+            state.request_id,
+            state.prompt_len,
+            state.max_new_tokens,
+            state.beam_width,
+            state.priority,
+        )
         if state.beam_width > 1 and state.num_computed > 0:
             raise RecordingError(
                 "the recording begins in the middle of a search with beams and does not say how "
                 "they share blocks: record to a file from the start (record_file)"
             )
-        self._add(request, None)
+        self.arrive(request)
         request.orig_prompt_len = state.orig_prompt_len
         request.num_pauses = state.num_pauses
         request.tokens = SyntheticTokens(state.num_tokens, state.request_id)
@@ -536,17 +551,16 @@ class Simulation:
         except ValueError as error:
             raise RecordingError(f"cache: {error}") from None
 
-    def _resume(self, active: Sequence[RequestState], is_running: bool) -> Plan | None:
+    def _resume_step(self, start: Header) -> None:
         """The step that ran when the recording began, of which only the tokens are to come.
 
         It may draw none: then it has only chunks that are not the last of their contexts.
         """
-        places = {s.pending_place: s.request_id for s in active if s.pending_place}
-        if not places and not is_running:
-            return None
-        if not self.settings.is_overlapped or len(places) < sum(
-            s.pending_place > 0 for s in active
-        ):
+        pending = [state for state in start.active if state.pending_place]
+        places = {state.pending_place: state.request_id for state in pending}
+        if not places and not start.is_running:
+            return
+        if not self.settings.is_overlapped or len(places) < len(pending):
             raise RecordingError("active: the places of pending tokens contradict one another")
         owners = [self._by_id[places[place]] for place in sorted(places)]
         for request in owners:
@@ -556,7 +570,7 @@ class Simulation:
             request.tokens.num_pending = 1
             if request.num_remaining_tokens == 0:
                 request.state = LlmRequestState.GENERATION_TO_COMPLETE
-        return Plan(self.planner.resume(owners), None)
+        self._running = Plan(self.planner.resume(owners), None)
 
 
 class SyntheticTokens(list[int]):
@@ -609,17 +623,23 @@ class SyntheticTokens(list[int]):
         return [self.token] * max(end - start, 0)
 
 
-def make_request(facts: Arrival | RequestState, prompt_len: int, max_new_tokens: int) -> LlmRequest:
-    """A request with these lengths."""
+def make_request(
+    request_id: int,
+    prompt_len: int,
+    max_new_tokens: int,
+    beam_width: int = 1,
+    priority: float = 0.5,
+) -> LlmRequest:
+    """A request that has lengths only."""
     request = LlmRequest(
-        facts.request_id,
+        request_id,
         (),
         max_new_tokens,
-        beam_width=facts.beam_width,
-        beams=RecordedBeams(facts.beam_width, max_new_tokens) if facts.beam_width > 1 else None,
-        priority=facts.priority,
+        beam_width=beam_width,
+        beams=RecordedBeams(beam_width, max_new_tokens) if beam_width > 1 else None,
+        priority=priority,
     )
-    request.tokens = SyntheticTokens(prompt_len, facts.request_id)
+    request.tokens = SyntheticTokens(prompt_len, request_id)
     request.prompt_len = request.orig_prompt_len = request.context_chunk_size = prompt_len
     request.max_num_tokens = prompt_len + max_new_tokens
     return request
@@ -678,29 +698,3 @@ def _is_possible(moves: Iterable[int], width: int) -> bool:
     return len(parents) == width and all(
         0 <= parent < width and parents[parent] == parent for parent in parents
     )
-
-
-def _drawn_tokens(
-    batch: ScheduledBatch,
-    drafts: Sequence[Drafts],
-    planner: BatchPlanner,
-    failed: Collection[int] = (),
-) -> list[int]:
-    """What the engine may have drawn: drafts are 0, and so are the draws that confirm them.
-
-    The last token of a request in ``failed`` is -1: its numbers have failed.
-    """
-    if batch.num_drafts == 0 and not failed:
-        return [0] * batch.num_drawn
-    owners = planner.token_owners(batch)
-    gained = {each.request_id: each.num_gained for each in drafts}
-    tokens: list[int] = []
-    for run in batch.runs:
-        if run.num_drawn > 0:
-            owner = owners[len(tokens)].request_id
-            num_right = min(max(gained.get(owner, 0), 1), run.num_drawn) - 1
-            drawn = [0] * num_right + [1] * (run.num_drawn - num_right)
-            if owner in failed:
-                drawn[num_right] = -1
-            tokens += drawn
-    return tokens + [-(owner.request_id in failed) for owner in owners[len(tokens) :]]

@@ -7,19 +7,17 @@ need msgspec, which is imported when they begin (see `settings`).
 from __future__ import annotations
 
 import logging
-import marshal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO
 
 from inflight_recorder.settings import RecordingError, Settings
-from inflight_scheduler.kv.prefix_cache import CacheState
 
 if TYPE_CHECKING:
-    from inflight_recorder.schema import Header, Iteration
+    from inflight_recorder.schema import Iteration
 
 _logger = logging.getLogger(__name__)
 
@@ -33,55 +31,6 @@ _MAX_BACKLOG = 100_000  # iterations; minutes behind: this disk will not catch u
 
 MAX_KEPT = 9
 """So many older recordings are kept beside a new one."""
-
-_T = TypeVar("_T")
-
-
-def format_header(
-    settings: Settings,
-    software: str,
-    started: str,
-    requests: bytes | None = None,
-    hashes: Sequence[bytes] = (),
-    is_running: bool = False,
-    cached: CacheState | None = None,
-) -> str:
-    """The first line: of a recording from the start, or from a `recorder.StartState` on."""
-    from inflight_recorder import schema
-
-    cache, tables = None, {}
-    if cached is not None:
-        kept, tables = cached.kept, cached.tables
-        kept_hashes = b"".join([cached.hashes[k].to_bytes(8, "little") for k in kept])
-        cache = schema.CacheStart(tuple(kept), kept_hashes, tuple(cached.idle))
-    rows = schema.rows(marshal.loads(requests) if requests else (), 11)
-    active = [
-        schema.RequestState(*(*row, own, tables.get(row[0], ())))
-        for row, own in zip(rows, hashes, strict=True)
-    ]
-    header = schema.Header(
-        schema.FORMAT_VERSION,
-        schema.SettingsRecord.of(settings),
-        software,
-        started,
-        tuple(active),
-        is_running,
-        cache,
-    )
-    return _encode(header)
-
-
-def format_iteration(packed: bytes) -> str:
-    """The line of one iteration."""
-    from inflight_recorder.schema import unpack_iteration
-
-    return _encode(unpack_iteration(packed))
-
-
-def _encode(record: object) -> str:
-    import msgspec
-
-    return msgspec.json.encode(record).decode() + "\n"
 
 
 class RecordingFile:
@@ -100,6 +49,8 @@ class RecordingFile:
 
     def begin(self, settings: Settings, software: str, started: str) -> None:
         """Write the first line at once."""
+        from inflight_recorder.schema import format_header
+
         self._write(format_header(settings, software, started))
         self._flush()  # a process that is killed young leaves a recording, not an empty file
         self._thread.start()
@@ -124,12 +75,12 @@ class RecordingFile:
         if self._thread.is_alive():
             self._fail("the disk does not answer")
             return
-        try:
+        with self._reported_failure():
             self._file.close()
-        except OSError as error:
-            self._fail(str(error))
 
     def _run(self) -> None:
+        from inflight_recorder.schema import format_iteration
+
         is_open = True
         while is_open:
             is_open = not self._is_closing.wait(_WRITE_PERIOD_SECONDS)
@@ -138,16 +89,18 @@ class RecordingFile:
             self._flush()
 
     def _write(self, line: str) -> None:
-        try:
+        with self._reported_failure():
             self._file.write(line)
-        except OSError as error:
-            self._fail(str(error))
 
     def _flush(self) -> None:
-        if self._has_failed:
-            return
+        if not self._has_failed:
+            with self._reported_failure():
+                self._file.flush()
+
+    @contextmanager
+    def _reported_failure(self) -> Iterator[None]:
         try:
-            self._file.flush()
+            yield
         except OSError as error:
             self._fail(str(error))
 
@@ -187,6 +140,8 @@ class RecordingReader:
     """
 
     def __init__(self, file: BinaryIO, name: str) -> None:
+        from inflight_recorder import schema
+
         self._file = file
         self._name = name
         self._line_number = 0
@@ -194,15 +149,12 @@ class RecordingReader:
             line = self._next_line(MAX_HEADER_BYTES)
             if line is None:
                 raise RecordingError("the recording is empty")
-            self.header = _read_header(line)
+            self.header = schema.decode_header(line)
             self.settings = self.header.settings.settings()
 
     def __iter__(self) -> Iterator[Iteration]:
-        import msgspec
+        from inflight_recorder.schema import apply_changes, decode_iteration
 
-        from inflight_recorder import schema
-
-        decode = msgspec.json.Decoder(schema.Iteration).decode
         number = start_us = 0
         generation: tuple[int, ...] = ()
         while True:
@@ -210,7 +162,7 @@ class RecordingReader:
                 line = self._next_line(MAX_LINE_BYTES)
                 if line is None:
                     return
-                iteration = _decoded(decode, line)
+                iteration = decode_iteration(line)
                 if number and iteration.number != number + 1:
                     raise RecordingError(f"iteration {iteration.number} follows {number}")
                 number = iteration.number
@@ -220,7 +172,7 @@ class RecordingReader:
                 decision = iteration.decision
                 if decision is not None:
                     if decision.changes is not None:
-                        generation = schema.apply_changes(generation, decision.changes)
+                        generation = apply_changes(generation, decision.changes)
                         decision.generation = generation
                     generation = decision.generation
             yield iteration
@@ -256,35 +208,3 @@ def open_recording(path: Path) -> Iterator[RecordingReader]:
         raise RecordingError(f"{path} cannot be read: {error.strerror}") from None
     with file:
         yield RecordingReader(file, path.name)
-
-
-def _read_header(line: bytes) -> Header:
-    import msgspec
-
-    from inflight_recorder.schema import FORMAT_VERSION, Header, HeaderVersion
-
-    found = _decoded(msgspec.json.Decoder(HeaderVersion).decode, line)
-    if found.inflight_recording is None:
-        raise RecordingError("this is no recording of inflight: the first line is no header")
-    if found.inflight_recording != FORMAT_VERSION:
-        raise RecordingError(
-            f"the recording has format version {found.inflight_recording!r:.40}, this inflight "
-            f"reads {FORMAT_VERSION}; use the release that wrote it ({found.software!r:.40})"
-        )
-    return _decoded(msgspec.json.Decoder(Header).decode, line)
-
-
-def _decoded(decode: Callable[[bytes], _T], line: bytes) -> _T:
-    """`RecordingError` names the field and what it must be."""
-    import msgspec
-
-    from inflight_recorder.schema import explain
-
-    try:
-        return decode(line)
-    except msgspec.MsgspecError as error:
-        raise RecordingError(explain(error)) from None
-    except UnicodeDecodeError:
-        raise RecordingError("this is no JSON: some bytes are no text (damaged?)") from None
-    except RecursionError:
-        raise RecordingError("this is no recording: it is nested too deeply") from None

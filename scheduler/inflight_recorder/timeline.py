@@ -20,7 +20,7 @@ from inflight_recorder.settings import (
     fallback_scheduler,
     scheduler_of,
 )
-from inflight_recorder.simulator import Simulation
+from inflight_recorder.simulator import NO_PLAN, Simulation
 from inflight_recorder.storage import RecordingReader
 from inflight_scheduler.batch import ScheduledBatch
 from inflight_scheduler.planning.planner import BatchPlanner
@@ -127,16 +127,17 @@ class Timeline:
         return len(self.numbers)
 
 
-def build_timeline(reader: RecordingReader, *, with_reasons: bool = True) -> Timeline:
+def build_timeline(reader: RecordingReader, max_lanes_with_reasons: int | None = None) -> Timeline:
     """Follow a recording to its end.
 
     The recorded decisions are carried out, whatever a scheduler would decide now. Of those of a
-    user's scheduler the reasons are numbers only; it is not needed here.
+    user's scheduler the reasons are numbers only; it is not needed here. Reasons cost as much as
+    all the rest: above ``max_lanes_with_reasons`` lanes there are no more of them.
     `RecordingError` for a recording that cannot be read or tells of something impossible.
     """
     timeline = Timeline(reader.settings)
     with reader.named_place():
-        follower = _Follower(timeline, reader.header, with_reasons)
+        follower = _Follower(timeline, reader.header, max_lanes_with_reasons)
     for iteration in reader:
         with reader.named_place():
             follower.follow(iteration)
@@ -149,16 +150,12 @@ def build_timeline(reader: RecordingReader, *, with_reasons: bool = True) -> Tim
 class _Follower:
     """Writes a timeline while a simulation carries the recorded decisions out."""
 
-    def __init__(self, timeline: Timeline, header: Header, with_reasons: bool) -> None:
+    def __init__(
+        self, timeline: Timeline, header: Header, max_lanes_with_reasons: int | None
+    ) -> None:
         self._history = timeline
-        self._with_reasons = with_reasons
-        self._simulation = Simulation(
-            timeline.settings,
-            header.active,
-            _explained_scheduler,
-            header.cache,
-            is_running=header.is_running,
-        )
+        self._max_lanes_with_reasons = max_lanes_with_reasons
+        self._simulation = Simulation(timeline.settings, _explained_scheduler, header)
         self._lanes: dict[int, Lane] = {}
         self._num_intervals = 0
         for request in self._simulation.active:
@@ -167,35 +164,30 @@ class _Follower:
 
     def follow(self, iteration: Iteration) -> None:
         """One iteration more."""
-        index = self._history.num_iterations
-        simulation = self._simulation
+        index, simulation = self._history.num_iterations, self._simulation
         for request in simulation.arrivals(iteration):
             self._add_lane(request, index)
-        self._measure(iteration)
         before = {request.request_id: request for request in simulation.active}
         if iteration.decision is not None:
             simulation.begin(iteration)
-            simulation.draft(iteration)
             lists = simulation.follow(iteration.decision)
             reasons = self._reasons(lists, iteration)
             plan = simulation.plan(lists, iteration)
+            self._measure(iteration, plan.batch)
             self._note(index, lists, reasons, plan.batch)
-            num_context_tokens = plan.batch.num_context_tokens
-            self._history.num_context_tokens[index] = num_context_tokens
-            num_others = plan.batch.num_tokens - num_context_tokens
-            self._history.num_generation_tokens[index] = num_others
             simulation.run(plan, iteration)
         else:
+            self._measure(iteration, NO_PLAN.batch)
             self._wait_on(index)
             if iteration.is_settled:
                 simulation.settle(iteration)
-        end_reasons = dict(iteration.ends)
         simulation.end(iteration)
         self._history.is_last_busy.append(not simulation.active)
         if len(simulation.active) < len(before):
-            left = before.keys() - {request.request_id for request in simulation.active}
-            for request_id in left:
-                self._end_lane(before[request_id], index, end_reasons.get(request_id, "length"))
+            reasons_of_ends = iteration.reasons
+            for request_id in before.keys() - {request.request_id for request in simulation.active}:
+                reason = reasons_of_ends.get(request_id, "length")
+                self._end_lane(before[request_id], index, reason)
 
     def finish(self) -> None:
         """The recording is over; lanes of those still in flight stay open."""
@@ -203,15 +195,15 @@ class _Follower:
             lane = self._lanes[request.request_id]
             lane.num_generated = request.num_generated_tokens
 
-    def _measure(self, iteration: Iteration) -> None:
+    def _measure(self, iteration: Iteration, batch: ScheduledBatch) -> None:
         timeline, decision = self._history, iteration.decision
         timeline.numbers.append(iteration.number)
         timeline.start_us.append(iteration.start_us)
         timeline.step_us.append(iteration.step_us)
         timeline.num_context.append(len(decision.context) if decision else 0)
         timeline.num_generation.append(len(decision.generation) if decision else 0)
-        timeline.num_context_tokens.append(0)  # until it is planned
-        timeline.num_generation_tokens.append(0)
+        timeline.num_context_tokens.append(batch.num_context_tokens)
+        timeline.num_generation_tokens.append(batch.num_tokens - batch.num_context_tokens)
         timeline.num_free_blocks.append(min(iteration.num_free_blocks, 2**62))
 
     def _note(
@@ -231,7 +223,7 @@ class _Follower:
             activity = Activity.RESUMED if request.num_pauses else Activity.CONTEXT
             num_tokens = request.context_chunk_size + num_drafts.get(request.seq_slot, 0)
             self._extend(request, activity, index, _chunk_note(request), num_tokens)
-        # Whose last token is being computed waits for nothing.
+        # A request whose last token is being computed waits for nothing.
         idle = [r for r in self._simulation.active if r.state is not _TO_COMPLETE]
         if len(context) + len(generation) == len(idle):
             return
@@ -256,10 +248,14 @@ class _Follower:
         """Why requests that wait do not run; to be asked before anything is carried out."""
         simulation, settings = self._simulation, self._history.settings
         do_all_run = len(lists[0]) + len(lists[1]) == len(simulation.active)
-        if not self._with_reasons or simulation.scheduler is None or do_all_run:
+        is_large = (
+            self._max_lanes_with_reasons is not None
+            and len(self._history.lanes) > self._max_lanes_with_reasons
+        )
+        if is_large or simulation.scheduler is None or do_all_run:
             return {}
         if settings.scheduler_class is None or iteration.is_by_default:
-            return explain(simulation.scheduler, simulation.active, (), lists)
+            return explain(simulation.scheduler, simulation.active)
         return explain_left_out(
             settings.scheduler_class.rpartition(":")[2],
             simulation.active,
@@ -306,7 +302,7 @@ class _Follower:
 
 
 def _explained_scheduler(settings: Settings, planner: BatchPlanner) -> RequestScheduler:
-    """Whose reasons can be told: ours, or the one that takes over from a user's."""
+    """A scheduler that can explain its decisions: ours, or the fallback of a user's."""
     if settings.scheduler_class is None:
         return scheduler_of(settings.policy, settings, planner)
     return fallback_scheduler(settings, planner)

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import heapq
 import random
+import sys
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from inflight_recorder.cost_model import CostModel, Load
 from inflight_recorder.recorder import FlightRecorder, RecordingSink
-from inflight_recorder.schema import Arrival, BeamTrace, Drafts, Iteration
+from inflight_recorder.schema import BeamTrace, Drafts, Iteration
 from inflight_recorder.settings import RecordingError, Settings
 from inflight_recorder.simulator import (
     MakeScheduler,
@@ -31,8 +31,9 @@ from inflight_recorder.simulator import (
     Step,
     default_scheduler,
     make_request,
+    split_hashes,
 )
-from inflight_recorder.workload import Job, Latencies, Summary, block_keys, check_jobs
+from inflight_recorder.workload import Job, Latencies, Summary
 from inflight_scheduler.planning.active_requests import rank_at_arrival
 from inflight_scheduler.policies.admission import refusal_reason
 from inflight_scheduler.request import LlmRequest
@@ -62,23 +63,22 @@ def predict(
     jobs: Sequence[Job],
     cost: CostModel,
     *,
-    hash_tokens: int = 1,
     make_scheduler: MakeScheduler = default_scheduler,
     sink: RecordingSink | None = None,
     num_recorded_steps: int | None = None,
 ) -> Summary:
     """Run ``jobs`` under ``settings``; with a ``sink`` the prediction is recorded there.
 
-    ``hash_tokens``: tokens that each of the hashes of the jobs stands for (block reuse), from where
-    the jobs are. ``num_recorded_steps`` bounds the work by that of the recording: a few lines can
-    tell of a request that runs for hours. `RecordingError` if nothing can be predicted.
+    ``num_recorded_steps`` bounds the work by that of the recording: a few lines can tell of a
+    request that runs for hours. `RecordingError` if nothing can be predicted.
     """
-    check_jobs(jobs, hash_tokens, settings.tokens_per_block)
-    simulation = Simulation(settings, (), make_scheduler)
-    run = _Run(simulation, jobs, cost, hash_tokens, sink)
+    if not jobs:
+        raise RecordingError("the recording holds no request that came")
+    simulation = Simulation(settings, make_scheduler)
+    max_steps = None
     if num_recorded_steps is not None:
-        run.max_steps = MIN_STEPS + STEPS_PER_STEP * num_recorded_steps
-    return run.run()
+        max_steps = MIN_STEPS + STEPS_PER_STEP * num_recorded_steps
+    return _Run(simulation, jobs, cost, sink, max_steps).run()
 
 
 _rank = attrgetter("rank")
@@ -87,20 +87,18 @@ _rank = attrgetter("rank")
 class _Run:
     """One prediction."""
 
-    max_steps: int | None = None
-
     def __init__(
         self,
         simulation: Simulation,
         jobs: Sequence[Job],
         cost: CostModel,
-        hash_tokens: int,
         sink: RecordingSink | None,
+        max_steps: int | None,
     ) -> None:
         self._simulation = simulation
         self._settings = simulation.settings
         self._cost = cost
-        self._hash_tokens = hash_tokens
+        self._max_steps = max_steps
         self._clock = Clock()
         self._recorder: FlightRecorder | None = None
         if sink is not None:
@@ -144,22 +142,19 @@ class _Run:
         """Requests that have come by now join the queue, or are refused."""
         while self._coming and self._coming[0][1].arrival_us <= self._clock.time_us:
             number, job = self._coming.popleft()
-            if self._is_refused(_arrival(number, job)):
+            reason = refusal_reason(
+                _request(number, job),
+                block_manager=self._simulation.block_manager,
+                max_num_tokens=self._settings.max_num_tokens,
+                may_pause=self._settings.may_pause,
+                may_chunk=self._settings.chunking is not None,
+            )
+            if reason is not None:
                 self._num_refused += 1
                 continue
             self._latencies.arrived(number, job.arrival_us)
             rank = rank_at_arrival(number, job.priority, self._settings.priority_span)
             heapq.heappush(self._queue, (rank, number, job))
-
-    def _is_refused(self, arrival: Arrival) -> bool:
-        reason = refusal_reason(
-            make_request(arrival, arrival.prompt_len, arrival.max_new_tokens),
-            block_manager=self._simulation.block_manager,
-            max_num_tokens=self._settings.max_num_tokens,
-            may_pause=self._settings.may_pause,
-            may_chunk=self._settings.chunking is not None,
-        )
-        return reason is not None
 
     def _admit(self) -> None:
         """Make as many active as there are places, each at its place in the order."""
@@ -172,12 +167,11 @@ class _Run:
                     self._latencies.ended(number)
                     continue
                 heapq.heappush(self._patience, (until_us, number))
-            place = bisect_right(simulation.active, (rank, number), key=_rank)
-            tokens_per_block = self._settings.tokens_per_block
-            keys = block_keys(job, self._hash_tokens, tokens_per_block)
-            matches = job.partial_matches if tokens_per_block == self._hash_tokens else {}
-            request = simulation.arrive(_arrival(number, job, place), keys, matches)
+            request = _request(number, job)
             request.rank = rank, number
+            request.block_keys = split_hashes(job.hashes)
+            place = bisect_right(simulation.active, request.rank, key=_rank)
+            simulation.arrive(request, place, job.partial_matches)
             self._jobs[number] = job
             self._recorded.add(request, job)
             if self._recorder is not None:
@@ -200,7 +194,6 @@ class _Run:
             return
         told = _told(self._recorded.take_beams(), self._recorded.drafts(), is_settled=is_alone)
         simulation.begin(told)
-        simulation.draft(told)
         lists = simulation.decide()
         if not lists[0] and not lists[1] and not simulation.is_running:
             raise RecordingError("no request can run under these settings, though some wait")
@@ -237,9 +230,9 @@ class _Run:
     def _count_steps(self, num_requests: int) -> None:
         """An iteration in which so many run."""
         self._num_steps += 1 + num_requests
-        if self.max_steps is not None and self._num_steps > self.max_steps:
+        if self._max_steps is not None and self._num_steps > self._max_steps:
             raise RecordingError(
-                f"this prediction takes more than {self.max_steps:,} steps (iterations, and "
+                f"this prediction takes more than {self._max_steps:,} steps (iterations, and "
                 f"requests in each), which is {MIN_STEPS:,} and {STEPS_PER_STEP} for each of the "
                 "recording; requests that had not ended are taken to use all their tokens: record "
                 "for longer, or make up requests (--rate)"
@@ -272,15 +265,8 @@ class _Run:
             self._recorder.ended(request)
 
 
-def _arrival(number: int, job: Job, place: int | None = None) -> Arrival:
-    return Arrival(
-        number,
-        job.prompt_len,
-        job.max_new_tokens,
-        priority=job.priority,
-        beam_width=job.beam_width,
-        place=place,
-    )
+def _request(number: int, job: Job) -> LlmRequest:
+    return make_request(number, job.prompt_len, job.max_new_tokens, job.beam_width, job.priority)
 
 
 def _told(beams: Sequence[BeamTrace], drafts: Sequence[Drafts], *, is_settled: bool) -> Iteration:
@@ -291,18 +277,6 @@ def _told(beams: Sequence[BeamTrace], drafts: Sequence[Drafts], *, is_settled: b
 def _num_expected_tokens(request: LlmRequest) -> int:
     """Tokens generated, with those that a running step draws."""
     return request.num_tokens - request.orig_prompt_len
-
-
-@dataclass(slots=True)
-class _Known:
-    """An active request of which something was recorded.
-
-    ``moved_at``: the pauses and tokens it had when its beams moved last.
-    """
-
-    request: LlmRequest
-    job: Job
-    moved_at: tuple[int, int] = (0, 0)
 
 
 class _RecordedOutputs:
@@ -317,37 +291,37 @@ class _RecordedOutputs:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._limit = simulation.settings.max_drafting_batch
-        self._known: dict[int, _Known] = {}
+        self._budget = simulation.settings.max_num_tokens or sys.maxsize
+        self._known: dict[int, tuple[LlmRequest, Job]] = {}  # active, with beams or drafts
+        self._moved_at: dict[int, tuple[int, int]] = {}  # their pauses and tokens, at a move
 
     def add(self, request: LlmRequest, job: Job) -> None:
         """``request``, which is ``job``, is active now."""
         if job.beams or job.drafts:
-            self._known[request.request_id] = _Known(request, job)
+            self._known[request.request_id] = request, job
 
     def forget(self, request: LlmRequest) -> None:
         """It is not active any more."""
         self._known.pop(request.request_id, None)
+        self._moved_at.pop(request.request_id, None)
 
     def take_beams(self) -> tuple[BeamTrace, ...]:
         """How beams continued before this decision."""
         beams = []
-        for known in self._known.values():
-            request, num_tokens = known.request, _num_expected_tokens(known.request)
+        for request_id, (request, job) in self._known.items():
+            num_tokens = _num_expected_tokens(request)
             place = request.num_pauses, num_tokens
-            if request.state is not _GENERATION or place == known.moved_at:
-                continue
-            known.moved_at = place
-            if num_tokens in known.job.beams:
-                beams.append(BeamTrace(request.request_id, known.job.beams[num_tokens]))
+            if request.state is _GENERATION and place != self._moved_at.get(request_id):
+                self._moved_at[request_id] = place
+                if num_tokens in job.beams:
+                    beams.append(BeamTrace(request_id, job.beams[num_tokens]))
         return tuple(beams)
 
     def drafts(self) -> tuple[Drafts, ...]:
         """The requests with drafts at the decision that comes now."""
         if not self._known:
             return ()
-        contexts = [k for k in self._known.values() if k.request.is_context_init_state]
-        found = [drafts for known in contexts if (drafts := self._sent(known))]
-        return (*found, *(self._guessed() if self._is_guessing else ()))
+        return (*self._sent(), *(self._guessed() if self._is_guessing else ()))
 
     @property
     def wants_drafts(self) -> bool:
@@ -360,48 +334,34 @@ class _RecordedOutputs:
         is_few = self._limit is None or len(active) <= self._limit
         return is_few and len(active) > 0 and all(r.state is _GENERATION for r in active)
 
-    def _sent(self, known: _Known) -> Drafts | None:
+    def _sent(self) -> Iterator[Drafts]:
         """Those that came with a request and run with the end of its context."""
-        request, budget = known.request, self._simulation.settings.max_num_tokens
-        if request.num_pauses or 0 not in known.job.drafts:
-            return None
-        num_drafts, num_gained = known.job.drafts[0]
-        if budget is not None:
-            may_chunk = self._simulation.settings.chunking is not None
-            num_drafts = min(num_drafts, budget - (1 if may_chunk else request.prompt_len))
-        if num_drafts <= 0:
-            return None
-        return Drafts(request.request_id, num_drafts, num_drafts, num_gained)
+        may_chunk = self._simulation.settings.chunking is not None
+        for request, job in self._known.values():
+            if request.is_context_init_state and not request.num_pauses and 0 in job.drafts:
+                num_drafts, num_gained = job.drafts[0]
+                num_spare = self._budget - (1 if may_chunk else request.prompt_len)
+                num_drafts = min(num_drafts, num_spare)
+                if num_drafts > 0:
+                    yield Drafts(request.request_id, num_drafts, num_drafts, num_gained)
 
-    def _guessed(self) -> list[Drafts]:
+    def _guessed(self) -> Iterator[Drafts]:
         """Those of the requests that generate, as far as there are tokens and blocks to spare."""
         manager, active = self._simulation.block_manager, self._simulation.active
-        budget = self._simulation.settings.max_num_tokens
-        num_spare_tokens = None if budget is None else budget - sum(r.num_rows for r in active)
-        num_spare_blocks = manager.num_free_blocks - self._num_blocks(active)
-        found = []
-        for known in self._known.values():
-            request = known.request
-            told = known.job.drafts.get(_num_expected_tokens(request))
-            if told is None:
+        tokens_per_block = manager.tokens_per_block
+        num_spare_tokens = self._budget - sum(request.num_rows for request in active)
+        num_spare_blocks = manager.num_free_blocks
+        num_spare_blocks -= sum(map(manager.get_needed_blocks_one_step, active))
+        for request, job in self._known.values():
+            recorded = job.drafts.get(_num_expected_tokens(request))
+            if recorded is None:
                 continue
-            num_drafts = min(told[0], request.num_remaining_tokens - 1)
-            if num_spare_tokens is not None:
-                num_drafts = min(num_drafts, num_spare_tokens)
+            num_drafts = min(recorded[0], request.num_remaining_tokens - 1, num_spare_tokens)
             num_tokens = request.num_cached_tokens + 1
-            num_blocks = self._num_holding(num_tokens + num_drafts) - max(
-                self._num_holding(num_tokens), manager.num_blocks_of(request.request_id)
-            )
+            num_held = manager.num_blocks_of(request.request_id)
+            num_blocks = -(-(num_tokens + num_drafts) // tokens_per_block)
+            num_blocks -= max(-(-num_tokens // tokens_per_block), num_held)
             if num_drafts > 0 and num_blocks <= num_spare_blocks:
-                found.append(Drafts(request.request_id, num_drafts, num_drafts, told[1]))
                 num_spare_blocks -= max(num_blocks, 0)
-                if num_spare_tokens is not None:
-                    num_spare_tokens -= num_drafts
-        return found
-
-    def _num_blocks(self, requests: Sequence[LlmRequest]) -> int:
-        """Blocks that a step without drafts takes."""
-        return sum(map(self._simulation.block_manager.get_needed_blocks_one_step, requests))
-
-    def _num_holding(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._simulation.settings.tokens_per_block)
+                num_spare_tokens -= num_drafts
+                yield Drafts(request.request_id, num_drafts, num_drafts, recorded[1])

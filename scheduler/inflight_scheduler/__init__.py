@@ -12,7 +12,6 @@ from inflight_scheduler.batch import (
 from inflight_scheduler.beam_search import BeamParams, BeamSearch, BeamStep, Hypothesis
 from inflight_scheduler.errors import ContextTooLong, InvalidDecision, SchedulerError
 from inflight_scheduler.kv.block_manager import BlockManager, ReuseStats
-from inflight_scheduler.kv.block_pool import BlockPool
 from inflight_scheduler.planning.active_requests import (
     DEFAULT_PRIORITY_SPAN,
     ActiveRequests,
@@ -20,11 +19,11 @@ from inflight_scheduler.planning.active_requests import (
 )
 from inflight_scheduler.planning.plan_parts import NO_CANDIDATES, Candidates
 from inflight_scheduler.planning.planner import BatchPlanner
-from inflight_scheduler.planning.slot_pool import SlotPool
 from inflight_scheduler.planning.verification import can_verify
 from inflight_scheduler.policies.admission import refusal_reason
 from inflight_scheduler.policies.capacity import (
     POLICIES,
+    CacheCapacityScheduler,
     CapacityResult,
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
@@ -43,7 +42,6 @@ from inflight_scheduler.policies.micro_batch import (
 )
 from inflight_scheduler.policies.resources import (
     CrossBlocks,
-    Forecast,
     PeftPages,
     Resource,
     WindowBlocks,
@@ -51,15 +49,13 @@ from inflight_scheduler.policies.resources import (
 from inflight_scheduler.policies.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,
-    ScheduleResult,
     SimpleScheduler,
     TrtGptModelType,
     find_policy,
-    make_capacity_scheduler,
     make_scheduler,
     policy_name,
 )
-from inflight_scheduler.request import LlmRequest, PrefixMatch
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.sampling import MAX_STOP_TOKEN_IDS, NO_OUTPUTS, OutputParams, SamplingParams
 from inflight_scheduler.states import FinishReason, LlmRequestState
 
@@ -79,7 +75,7 @@ __all__ = [
     "BlockCopy",
     "BlockForecast",
     "BlockManager",
-    "BlockPool",
+    "CacheCapacityScheduler",
     "Candidates",
     "CapacityResult",
     "CapacityScheduler",
@@ -90,7 +86,6 @@ __all__ = [
     "ContextTooLong",
     "CrossBlocks",
     "FinishReason",
-    "Forecast",
     "GuaranteedNoEvictScheduler",
     "Hypothesis",
     "InvalidDecision",
@@ -101,16 +96,13 @@ __all__ = [
     "MicroBatchScheduler",
     "OutputParams",
     "PeftPages",
-    "PrefixMatch",
     "RequestScheduler",
     "Resource",
     "ReuseStats",
     "SamplingParams",
-    "ScheduleResult",
     "ScheduledBatch",
     "SchedulerError",
     "SimpleScheduler",
-    "SlotPool",
     "SlotSetup",
     "StaticBatchScheduler",
     "TrtGptModelType",
@@ -123,7 +115,6 @@ __all__ = [
     "explain",
     "explain_left_out",
     "find_policy",
-    "make_capacity_scheduler",
     "make_scheduler",
     "policy_name",
     "rank_at_arrival",

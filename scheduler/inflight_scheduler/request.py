@@ -15,7 +15,7 @@ The token list over the life of a request (beam width 1)::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Protocol
 
 from inflight_scheduler.beam_search import Beams, Candidate
@@ -60,13 +60,15 @@ _CONTEXT_INIT_AND_TRANS = LlmRequestState.DISAGG_CONTEXT_INIT_AND_TRANS
 _GENERATION_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 _GENERATION_COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
+_DEFAULT_SAMPLING = SamplingParams()
+
 PENDING_TOKEN = -2
 """Stands in the token list, at its end, for a token that a running step will draw. No token that
 is known has this value."""
 
 
 class PhaseTracker(Protocol):
-    """Who wants to hear that a request has moved on (`ActiveRequests`)."""
+    """Is told when a request has moved on (`ActiveRequests`)."""
 
     def phase_changed(self, request: LlmRequest) -> None:
         """The state or the place in the context of ``request`` is another one now."""
@@ -75,6 +77,7 @@ class PhaseTracker(Protocol):
         """``request`` has other draft tokens now than the ``num_before`` it had."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class LlmRequest:
     """One request inside the batch manager: its tokens, limits and progress.
 
@@ -105,108 +108,56 @@ class LlmRequest:
     is the prompt with the best of them. All of them have as many.
     """
 
-    __slots__ = (
-        "arrival",
-        "beam_width",
-        "beams",
-        "block_keys",
-        "cache_salt",
-        "context_chunk_size",
-        "context_current_position",
-        "draft_tokens",
-        "encoder_length",
-        "end_id",
-        "end_ids",
-        "exclude_input_in_output",
-        "finish_reason",
-        "is_streaming",
-        "lora_task_id",
-        "max_new_tokens",
-        "max_num_tokens",
-        "num_accepted_drafts",
-        "num_chunk_drafts",
-        "num_pauses",
-        "num_reused_blocks",
-        "num_sent_tokens",
-        "num_verified_drafts",
-        "orig_prompt_len",
-        "outputs",
-        "pad_id",
-        "prefix_match",
-        "priority",
-        "prompt_len",
-        "queue_deadline",
-        "rank",
-        "request_id",
-        "run_deadline",
-        "sampling",
-        "seq_slot",
-        "state",
-        "stop_words",
-        "tokens",
-        "tracker",
-    )
+    request_id: int
+    input_tokens: InitVar[Sequence[int]]
+    max_new_tokens: int
+    _: KW_ONLY
+    sampling: SamplingParams = _DEFAULT_SAMPLING
+    end_id: int = -1
+    pad_id: int = -1
+    is_streaming: bool = False
+    exclude_input_in_output: bool = False
+    beam_width: int = 1
+    beams: Beams | None = None
+    priority: float = 0.5
+    cache_salt: bytes = b""
+    queue_deadline: float | None = None
+    run_deadline: float | None = None
+    lora_task_id: int | None = None
+    encoder_length: int = 0
+    draft_tokens: tuple[int, ...] = ()
+    stop_words: tuple[Word, ...] = ()
+    outputs: OutputParams = NO_OUTPUTS
 
-    def __init__(
-        self,
-        request_id: int,
-        input_tokens: Sequence[int],
-        max_new_tokens: int,
-        *,
-        sampling: SamplingParams | None = None,
-        end_id: int = -1,
-        pad_id: int = -1,
-        is_streaming: bool = False,
-        exclude_input_in_output: bool = False,
-        beam_width: int = 1,
-        beams: Beams | None = None,
-        priority: float = 0.5,
-        cache_salt: bytes = b"",
-        queue_deadline: float | None = None,
-        run_deadline: float | None = None,
-        lora_task_id: int | None = None,
-        encoder_length: int = 0,
-        draft_tokens: Sequence[int] = (),
-        stop_words: tuple[Word, ...] = (),
-        outputs: OutputParams = NO_OUTPUTS,
-    ) -> None:
-        self.request_id = request_id
+    tokens: list[int] = field(init=False)
+    prompt_len: int = field(init=False)
+    orig_prompt_len: int = field(init=False)
+    max_num_tokens: int = field(init=False)
+    end_ids: frozenset[int] = field(init=False)
+    state: LlmRequestState = field(init=False)
+    finish_reason: FinishReason = field(init=False, default=FinishReason.NOT_FINISHED)
+    context_current_position: int = field(init=False, default=0)
+    context_chunk_size: int = field(init=False)
+    num_chunk_drafts: int = field(init=False)
+    num_verified_drafts: int = field(init=False, default=0)
+    num_accepted_drafts: int = field(init=False, default=0)
+    block_keys: list[bytes] = field(init=False, default_factory=list)
+    prefix_match: tuple[tuple[int, int], PrefixMatch] | None = field(init=False, default=None)
+    seq_slot: int | None = field(init=False, default=None)
+    num_sent_tokens: int = field(init=False, default=0)
+    num_pauses: int = field(init=False, default=0)
+    num_reused_blocks: int = field(init=False, default=0)
+    arrival: int | None = field(init=False, default=None)
+    rank: tuple[float, int] = field(init=False, default=(0.0, 0))
+    tracker: PhaseTracker | None = field(init=False, default=None)
+
+    def __post_init__(self, input_tokens: Sequence[int]) -> None:
         self.tokens = list(input_tokens)
-        self.prompt_len = self.orig_prompt_len = len(self.tokens)
-        self.max_new_tokens = max_new_tokens
-        self.max_num_tokens = self.prompt_len + max_new_tokens  # a pause does not change the sum
-        self.sampling = sampling or SamplingParams()
-        self.end_id = end_id
-        self.end_ids = all_end_ids(end_id, self.sampling.stop_token_ids)
-        self.pad_id = pad_id
-        self.is_streaming = is_streaming
-        self.exclude_input_in_output = exclude_input_in_output
-        self.beam_width = beam_width
-        self.beams = beams
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.block_keys: list[bytes] = []
-        self.prefix_match: tuple[tuple[int, int], PrefixMatch] | None = None
-        self.lora_task_id = lora_task_id
-        self.encoder_length = encoder_length
-        self.draft_tokens = tuple(draft_tokens)
+        self.prompt_len = self.orig_prompt_len = self.context_chunk_size = len(self.tokens)
+        self.max_num_tokens = self.prompt_len + self.max_new_tokens  # a pause keeps the sum
+        self.end_ids = all_end_ids(self.end_id, self.sampling.stop_token_ids)
         self.num_chunk_drafts = len(self.draft_tokens)
-        self.num_verified_drafts = self.num_accepted_drafts = 0
         self.state = self._first_state
-        self.finish_reason = FinishReason.NOT_FINISHED
-        self.context_current_position = 0
-        self.context_chunk_size = self.prompt_len
-        self.seq_slot: int | None = None
-        self.num_sent_tokens = 0
-        self.num_pauses = 0
-        self.num_reused_blocks = 0
-        self.queue_deadline = queue_deadline
-        self.run_deadline = run_deadline
-        self.stop_words = stop_words
-        self.outputs = outputs
-        self.arrival: int | None = None
-        self.rank: tuple[float, int] = (0.0, 0)
-        self.tracker: PhaseTracker | None = None
 
     def __repr__(self) -> str:
         return (

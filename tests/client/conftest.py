@@ -38,7 +38,7 @@ def local(request: pytest.FixtureRequest) -> Iterator[Local]:
 
 @pytest.fixture
 def free_port() -> Iterator[int]:
-    """A port nobody listens on, and that nobody is given who takes any; who asks for it gets it."""
+    """A port without a listener, which the system gives to no other process; it can be bound."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", 0))

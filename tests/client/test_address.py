@@ -6,8 +6,6 @@ import pytest
 
 from inflight_client.address import Address, Protocol, default_url, parse_address
 from inflight_client.errors import InvalidArgument
-from inflight_client.grpc_transport import channel_options
-from inflight_client.http_transport import client_settings
 
 
 @pytest.mark.parametrize(
@@ -49,21 +47,3 @@ def test_bad_urls(url: str, protocol: Protocol, message: str) -> None:
 
 def test_ipv6_is_written_in_brackets() -> None:
     assert str(Address("grpc", "::1", 9)) == "grpc://[::1]:9"
-
-
-@pytest.mark.parametrize(
-    ("host", "is_local"),
-    [("localhost", True), ("127.0.0.2", True), ("::1", True), ("10.0.0.1", False), ("box", False)],
-)
-def test_no_proxy_for_this_machine(host: str, is_local: bool) -> None:
-    address = Address("http", host, 9)
-
-    assert (("grpc.enable_http_proxy", 0) in channel_options(address)) is is_local
-    assert client_settings(address)["trust_env"] is not is_local
-
-
-def test_a_server_that_is_back_is_found_soon() -> None:
-    """gRPC's own patience grows to two minutes while a server is away."""
-    options = dict(channel_options(Address("grpc", "box", 9)))
-    assert options["grpc.initial_reconnect_backoff_ms"] <= 1000
-    assert options["grpc.max_reconnect_backoff_ms"] <= 1000

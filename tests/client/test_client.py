@@ -69,13 +69,11 @@ def test_token_prompt_is_answered_with_tokens(caller: Caller, local: Local) -> N
     }
 
 
-def test_stream_of_text(caller: Caller) -> None:
+def test_streams_of_text_and_of_tokens(caller: Caller, local: Local) -> None:
     assert [chunk.text for chunk in caller.stream("count", 5)] == [f" {n}" for n in range(1, 6)]
-
-
-def test_stream_of_tokens(caller: Caller) -> None:
     chunks = caller.stream([41], 3)
     assert chunks == [GenerateChunk(token_ids=(token,)) for token in (42, 43, 44)]
+    assert all(arrival.is_completed.wait(WAIT_SECONDS) for arrival in local.triton.arrivals)
 
 
 def test_several_answers_to_one_prompt(caller: Caller, local: Local) -> None:
@@ -90,19 +88,6 @@ def test_several_answers_to_one_prompt(caller: Caller, local: Local) -> None:
         (1, (90,)),
         (0, (9,)),
     ]
-
-
-def test_prompt_may_be_included(caller: Caller, local: Local) -> None:
-    result = caller.generate("count", 2, exclude_input_in_output=False)
-
-    assert local.triton.arrivals[0].values["exclude_input_in_output"] is False
-    assert result.finish == "length"
-
-
-def test_answer_is_read_to_the_end(caller: Caller, local: Local) -> None:
-    caller.stream("count", 2)
-
-    assert local.triton.arrivals[0].is_completed.wait(WAIT_SECONDS)
 
 
 def test_leaving_a_stream_cancels_it(caller: Caller, local: Local) -> None:
@@ -247,43 +232,25 @@ def test_statistics_feed_until_left(caller: Caller, local: Local) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(CALLERS))
-def test_health(kind: str, local: Local) -> None:
-    assert CALLERS[kind](local.url, local.protocol).health()
-    assert not CALLERS[kind](local.url, local.protocol, model="other").health()
-
-
-@pytest.mark.parametrize("refusal", ["the server is shutting down", "[UNAVAILABLE] stalled"])
-def test_a_model_that_is_loaded_and_refuses_is_not_well(
-    caller: Caller, local: Local, refusal: str
-) -> None:
-    """Triton 24.10 calls it ready all the same."""
-    local.triton.refusal = refusal
-    assert not caller.health()
-
-
-@pytest.mark.parametrize("kind", sorted(CALLERS))
-@pytest.mark.parametrize("model", sorted(FOREIGN_MODELS))
-def test_health_of_a_model_that_does_not_know_the_question(
-    kind: str, model: str, local: Local
-) -> None:
-    assert CALLERS[kind](local.url, local.protocol, model).health()
-
-
-@pytest.mark.parametrize("kind", sorted(CALLERS))
 @pytest.mark.parametrize(
-    ("refusal", "is_well"),
+    ("model", "refusal", "is_well"),
     [
-        ("", True),
-        ("the server is shutting down", False),
-        ("Request for unknown model: 'tensorrt_llm' is not found", True),  # somebody else's
+        ("tensorrt_llm", "", True),
+        # Triton 24.10 calls a model ready that is loaded and refuses every request.
+        ("tensorrt_llm", "the server is shutting down", False),
+        ("tensorrt_llm", "[UNAVAILABLE] stalled", False),
+        ("other", "", False),
+        # Models that pass requests on refuse what `tensorrt_llm` refuses.
+        ("ensemble", "", True),
+        ("ensemble", "the server is shutting down", False),
+        ("ensemble", "Request for unknown model: 'tensorrt_llm' is not found", True),  # not ours
+        # Models that do not know the question.
+        *((model, "", True) for model in sorted(FOREIGN_MODELS)),
     ],
 )
-def test_health_of_a_model_that_passes_requests_on(
-    kind: str, local: Local, refusal: str, is_well: bool
-) -> None:
-    """It refuses what `tensorrt_llm` refuses."""
+def test_health(kind: str, local: Local, model: str, refusal: str, is_well: bool) -> None:
     local.triton.refusal = refusal
-    assert CALLERS[kind](local.url, local.protocol, model="ensemble").health() == is_well
+    assert CALLERS[kind](local.url, local.protocol, model).health() == is_well
 
 
 def test_a_model_that_hangs_is_not_well(local: Local) -> None:
@@ -298,7 +265,7 @@ def test_a_model_that_hangs_is_not_well(local: Local) -> None:
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 @pytest.mark.parametrize("kind", sorted(CALLERS))
-def test_nobody_listens(kind: str, protocol: Protocol, free_port: int) -> None:
+def test_a_port_without_a_listener(kind: str, protocol: Protocol, free_port: int) -> None:
     caller = CALLERS[kind](f"127.0.0.1:{free_port}", protocol)
     expected = rf"no server answers at {protocol}://127\.0\.0\.1:{free_port} .*`inflight serve`"
 
@@ -372,7 +339,7 @@ def test_stream_cancelled_before_it_starts_sends_nothing(local: Local) -> None:
 
 @pytest.mark.parametrize("kind", sorted(CALLERS))
 def test_a_client_that_is_closed_interrupts_its_streams(kind: str, local: Local) -> None:
-    """Whoever reads one was not cancelled, and hears that the answer is not whole."""
+    """Their readers were not cancelled, and learn that the answer is not whole."""
 
     def have_some_left() -> bool:
         return any(arrival.num_sent > 5 for arrival in local.triton.arrivals)

@@ -17,17 +17,20 @@ from typing import Any
 
 import pytest
 from support.callers import CALLERS, LONG, Caller
-from support.server_process import ServeProcess, assert_counts, assert_counts_in_part
+from support.calls import WAIT_SECONDS, assert_counts, assert_counts_in_part, stats_of
+from support.server_process import ServeProcess
 from tokenizers import Tokenizer
+from typer.testing import CliRunner
 
 from inflight_client import InflightClient, RequestTimeout, ServerError
 from inflight_client.address import Protocol
+from inflight_client.cli import app
 from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
 
 PROMPT = "1 2 3"
-WAIT_SECONDS = 90.0
+TOKENIZER: Any = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 COMMAND = [sys.executable, "-m", "inflight_client.cli"]
 
 
@@ -55,94 +58,52 @@ def caller(request: pytest.FixtureRequest, url: str, protocol: Protocol) -> Call
 def nothing_left_running(server: ServeProcess) -> Iterator[None]:
     """After every test the server must become idle, with all blocks free."""
     yield
-    wait_until(lambda: used(server) == (0, 0), "the server is idle")
+    wait_until(lambda: is_idle(server), "the server is idle")
 
 
-def used(server: ServeProcess) -> tuple[int, int]:
-    """Active requests and KV blocks in use."""
-    with InflightClient(server.grpc_url) as client:
-        (stats,) = client.stats(follow=False)
-    return stats["Active Request Count"], stats["Used KV cache blocks"]
+def is_idle(server: ServeProcess) -> bool:
+    stats = stats_of(server)
+    return not stats["Active Request Count"] and not stats["Used KV cache blocks"]
 
 
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
     while not is_true():
         assert time.monotonic() < deadline, f"not within {WAIT_SECONDS} s: {what}"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
-def demo_tokenizer() -> Any:
-    return Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-
-
-def test_stop_words(caller: Caller) -> None:
-    result = caller.generate(PROMPT, 200, stop_words=["9 1", "nothing"])
-
-    assert (result.text, result.finish) == (" 4 5 6 7 8 ", "stop")
-
-
-@pytest.mark.parametrize(("stops", "text"), [("79", " 4 5 6 "), ("9", " 4 5 6 7 8 ")])
-def test_stop_token_ids(caller: Caller, stops: str, text: str) -> None:
-    ids = demo_tokenizer().encode(stops, add_special_tokens=False).ids
-    result = caller.generate(PROMPT, 200, stop_token_ids=ids)
-
-    assert (result.text, result.finish) == (text, "stop")
-    assert caller.generate(PROMPT, 9, stop_token_ids=[]).text == " 4 5 6 7 "
-
-
-def test_whole_answer(caller: Caller) -> None:
-    result = caller.generate(PROMPT, 40, request_id="whole")
-
-    assert result.text.startswith(" 4 5 6 7 8 9 10 11 ")
-    assert_counts(PROMPT, result.text, 40)
+def test_whole_and_streamed_answers_to_text_and_to_tokens(caller: Caller) -> None:
+    assert caller.health()
+    result = caller.generate(PROMPT, 120, request_id="whole")
+    assert_counts(PROMPT, result.text, 120)
     assert result.finish == "length"
+    pieces = [chunk.text for chunk in caller.stream(PROMPT, 120)]
+    assert len(pieces) > 10  # tokens that pile up travel together
+    assert "".join(pieces) == result.text
 
-
-def test_whole_answer_with_the_prompt(caller: Caller) -> None:
-    text = caller.generate(PROMPT, 10, exclude_input_in_output=False).text
-
-    assert text == "1 2 3 4 5 6 7 8"
-
-
-def test_stream_gives_the_same_text_in_pieces(caller: Caller) -> None:
-    pieces = [chunk.text for chunk in caller.stream(PROMPT, 300)]
-
-    assert len(pieces) > 20  # tokens that pile up travel together
-    assert "".join(pieces) == caller.generate(PROMPT, 300).text
-    assert_counts(PROMPT, "".join(pieces), 300)
-
-
-def test_tokens_in_and_out(caller: Caller) -> None:
-    tokenizer = demo_tokenizer()
-    ids = tokenizer.encode(PROMPT).ids
-
-    result = caller.generate(ids, 40)
+    ids = TOKENIZER.encode(PROMPT).ids
+    answer = caller.generate(ids, 40)
+    assert (len(answer.token_ids), answer.finish) == (40, "length")
+    assert_counts(PROMPT, TOKENIZER.decode(answer.token_ids), 40)
     chunks = caller.stream(ids, 40)
-
-    assert (len(result.token_ids), result.finish) == (40, "length")
-    assert_counts(PROMPT, tokenizer.decode(result.token_ids), 40)
-    assert tuple(token for chunk in chunks for token in chunk.token_ids) == result.token_ids
+    assert tuple(token for chunk in chunks for token in chunk.token_ids) == answer.token_ids
 
 
-def test_end_id_ends_the_answer_early(caller: Caller) -> None:
-    tokenizer = demo_tokenizer()
-    ids = tokenizer.encode(PROMPT).ids
-    five = tokenizer.encode("5").ids[-1]
-
-    result = caller.generate(ids, 40, end_id=five)
-
-    assert result.finish == "stop"
-    assert len(result.token_ids) < 10
-
-
-def test_seeded_answers_repeat(caller: Caller) -> None:
-    settings = {"temperature": 50.0, "top_k": 200, "seed": 7}
-
-    first, again = (caller.generate(PROMPT, 30, **settings).text for _ in range(2))
-
-    assert first == again
-    assert first != caller.generate(PROMPT, 30, **{**settings, "seed": 8}).text
+def test_settings_reach_the_server(caller: Caller) -> None:
+    with_prompt = caller.generate(PROMPT, 10, exclude_input_in_output=False)
+    assert with_prompt.text == "1 2 3 4 5 6 7 8"
+    stopped = caller.generate(PROMPT, 200, stop_words=["9 1", "nothing"])
+    assert (stopped.text, stopped.finish) == (" 4 5 6 7 8 ", "stop")
+    for stops, text in (("79", " 4 5 6 "), ("9", " 4 5 6 7 8 ")):
+        ids = TOKENIZER.encode(stops, add_special_tokens=False).ids
+        stopped = caller.generate(PROMPT, 200, stop_token_ids=ids)
+        assert (stopped.text, stopped.finish) == (text, "stop")
+    assert caller.generate(PROMPT, 9, stop_token_ids=[]).text == " 4 5 6 7 "
+    five = TOKENIZER.encode("5").ids[-1]
+    ended = caller.generate(TOKENIZER.encode(PROMPT).ids, 40, end_id=five)
+    assert ended.finish == "stop"
+    assert len(ended.token_ids) < 10
 
 
 def test_several_answers_are_those_of_the_seeds_that_follow(caller: Caller) -> None:
@@ -157,41 +118,32 @@ def test_several_answers_are_those_of_the_seeds_that_follow(caller: Caller) -> N
     assert pieces == [answer.text for answer in alone[:2]]
 
 
-def test_stop_by_id_from_another_client(caller: Caller, url: str, protocol: Protocol) -> None:
+@pytest.mark.case(67, 69, 74)
+def test_every_way_to_end_an_answer_early(
+    caller: Caller, url: str, protocol: Protocol, server: ServeProcess
+) -> None:
+    """A stop by id from another client, leaving the stream, a cancel, a limit of time."""
+    caller.stop("no request has this id")
     pieces = []
     with InflightClient(url, protocol=protocol) as client:
         for chunk in client.stream(PROMPT, LONG, request_id="stop me"):
             pieces.append(chunk.text)
             if len(pieces) == 5:
                 caller.stop("stop me")
-
-    assert_counts_in_part(PROMPT, "".join(pieces), LONG)
     assert len(pieces) >= 5
+    assert_counts_in_part(PROMPT, "".join(pieces), LONG)
 
-
-def test_stop_of_an_unknown_id_is_acknowledged(caller: Caller) -> None:
-    caller.stop("nobody has this id")
-
-
-@pytest.mark.case(67, 69)
-def test_leaving_a_stream_frees_its_blocks(caller: Caller, server: ServeProcess) -> None:
     assert len(caller.stream(PROMPT, LONG, leave_after=3)) == 3
-    wait_until(lambda: used(server) == (0, 0), "the blocks are free")
+    wait_until(lambda: is_idle(server), "the blocks are free")
 
-
-def test_cancel_from_the_side(caller: Caller, server: ServeProcess) -> None:
-    chunks = caller.cancel_when(PROMPT, lambda: used(server)[0] == 1)
-
+    chunks = caller.cancel_when(PROMPT, lambda: stats_of(server)["Active Request Count"] == 1)
     text = "".join(chunk.text for chunk in chunks)
     assert len(text) < LONG, "and perhaps none, if it had no token yet"
     assert_counts(PROMPT, text, len(text))
 
-
-@pytest.mark.case(74)
-def test_timeout_cancels_the_request(caller: Caller, server: ServeProcess) -> None:
     with pytest.raises(RequestTimeout):
         caller.generate(PROMPT, LONG, timeout=0.5)
-    wait_until(lambda: used(server) == (0, 0), "the request is cancelled")
+    wait_until(lambda: is_idle(server), "the request is cancelled")
 
 
 def test_feed_of_statistics_shows_every_iteration(
@@ -209,69 +161,19 @@ def test_feed_of_statistics_shows_every_iteration(
     assert all(stats["Active Request Count"] == 1 for stats in feed[1:])
 
 
-@pytest.mark.parametrize(
-    ("prompt", "max_tokens", "message"),
-    [
+def test_errors_of_the_server(caller: Caller) -> None:
+    refused: list[tuple[str | list[int], int, str]] = [
         ("", 3, "'text_input' is empty"),
         ([], 3, "'input_ids' is empty"),
         (PROMPT, 0, "'max_tokens' is 0"),
         (PROMPT, 10**6, "= 1000006, more than max_seq_len = 8192"),
         ([999_999], 3, "'input_ids' holds 999999, outside the vocabulary"),
-    ],
-)
-def test_errors_of_the_server(
-    caller: Caller, prompt: str | list[int], max_tokens: int, message: str
-) -> None:
-    with pytest.raises(ServerError, match=message):
-        caller.generate(prompt, max_tokens)
-    with pytest.raises(ServerError, match=message):
-        caller.stream(prompt, max_tokens)
-
-
-@pytest.mark.slow
-@pytest.mark.case(56)
-def test_second_request_with_an_id_in_flight(caller: Caller, url: str, protocol: Protocol) -> None:
-    with InflightClient(url, protocol=protocol) as client:
-        text = ""
-        for index, chunk in enumerate(client.stream(PROMPT, 1_000, request_id="twice")):
-            text += chunk.text
-            if index == 3:
-                with pytest.raises(ServerError, match="still being processed"):
-                    caller.generate(PROMPT, 3, request_id="twice")
-
-    assert_counts(PROMPT, text, 1_000)  # the first goes on to its end
-
-
-def test_health(caller: Caller) -> None:
-    assert caller.health()
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
-    )
-
-
-def test_command_generate(url: str) -> None:
-    done = run("generate", PROMPT, "--max-tokens", "40", "--url", url)
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(" 4 5 6 ")
-    assert_counts(PROMPT, done.stdout.removesuffix("\n"), 40)
-    whole = run("generate", PROMPT, "--max-tokens=40", "--no-stream", "--url", url)
-    assert whole.stdout == done.stdout
-
-
-def test_command_stop(url: str) -> None:
-    command = [*COMMAND, "generate", PROMPT, f"--max-tokens={LONG}", "--request-id=by hand"]
-    with subprocess.Popen([*command, "--url", url], stdout=subprocess.PIPE) as running:
-        assert running.stdout is not None
-        begin = os.read(running.stdout.fileno(), 1)
-        assert run("stop", "by hand", "--url", url).returncode == 0
-        text = (begin + running.stdout.read()).decode()
-        assert running.wait(WAIT_SECONDS) == 0
-
-    assert_counts_in_part(PROMPT, text, LONG)
+    ]
+    for prompt, max_tokens, message in refused:
+        with pytest.raises(ServerError, match=message):
+            caller.generate(prompt, max_tokens)
+        with pytest.raises(ServerError, match=message):
+            caller.stream(prompt, max_tokens)
 
 
 @pytest.mark.slow
@@ -279,59 +181,55 @@ def test_command_stop(url: str) -> None:
 def test_command_interrupted(how: str, url: str, server: ServeProcess) -> None:
     command = [*COMMAND, "generate", PROMPT, f"--max-tokens={LONG}", how, "--url", url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
-        wait_until(lambda: used(server)[0] == 1, "the request runs")
+        wait_until(lambda: not is_idle(server), "the request runs")
         running.send_signal(signal.SIGINT)
         _, stderr = running.communicate(timeout=WAIT_SECONDS)
 
     assert (running.returncode, stderr.strip()) == (130, b"")
-    wait_until(lambda: used(server) == (0, 0), "the request is cancelled")
+    wait_until(lambda: is_idle(server), "the request is cancelled")
 
 
-def test_command_stats(server: ServeProcess) -> None:
-    url = server.grpc_url
-    done = run("stats", "--json", "--url", url)
+def test_commands(url: str) -> None:
+    """test_readme.py has them as a shell runs them."""
 
-    assert json.loads(done.stdout)["Max KV cache blocks"] > 0
-    assert "KV cache blocks" in run("stats", "--url", url).stdout
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(app, [*arguments, "--url", url])
+        assert (done.exit_code, done.stderr) == (0, "")
+        return done.stdout
 
-
-def test_command_health(server: ServeProcess) -> None:
-    done = run("health", "--url", server.grpc_url)
-
-    assert (done.returncode, done.stdout) == (0, "ready\n")
-
-
-def test_command_error_is_one_line(server: ServeProcess) -> None:
-    done = run("generate", "", "--url", server.grpc_url)
-
-    assert done.returncode == 1
-    assert done.stderr == "error: 'text_input' is empty: a prompt needs at least one token\n"
+    text = run("generate", PROMPT, "--max-tokens=40")
+    assert_counts(PROMPT, text.removesuffix("\n"), 40)
+    assert run("generate", PROMPT, "--max-tokens=40", "--no-stream") == text
+    options = ["--priority=0.9", "--cache-salt=me", "--max-queue-time-ms=60000"]
+    assert run("generate", PROMPT, "--max-tokens=40", *options) == text
+    assert json.loads(run("stats", "--json"))["Max KV cache blocks"] > 0
+    assert "KV cache blocks" in run("stats")
+    assert run("health") == "ready\n"
+    bad = CliRunner().invoke(app, ["generate", PROMPT, "--priority=7", "--url", url])
+    assert bad.exit_code == 1
+    assert "'priority' is 7; it must be a finite number, 0..1" in bad.stderr
 
 
 @pytest.mark.slow
-def test_demo() -> None:
-    done = subprocess.run(
-        [*COMMAND, "demo"], capture_output=True, text=True, timeout=180, check=False
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "stopped by a stop signal" in done.stdout
-    assert "No gap in any count; the server left nothing behind." in done.stdout
-
-
-def test_demo_says_why_it_cannot_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_demo(is_broken: bool, tmp_path: Path) -> None:
     broken = tmp_path / "tritonserver"  # the first on the PATH is the one that is started
     broken.write_text("#!/bin/sh\necho out of order >&2\nexit 3\n")
     broken.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}" if is_broken else os.environ["PATH"]
     done = subprocess.run(
         [*COMMAND, "demo"],
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        env={**os.environ, "PATH": path},
     )
 
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: the server did not start:\n")
     assert "Traceback" not in done.stdout + done.stderr
+    assert done.returncode == is_broken, done.stdout + done.stderr
+    if is_broken:
+        assert done.stderr.startswith("error: the server did not start:\n")
+    else:
+        assert "stopped by a stop signal" in done.stdout
+        assert "No gap in any count; the server left nothing behind." in done.stdout

@@ -10,7 +10,7 @@ import pytest
 from support.front_process import FrontProcess
 from support.server_process import ServeProcess
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -33,7 +33,6 @@ def test_stop(server: ServeProcess) -> None:
     assert len(output.split()) < 1000  # 4000 tokens would be more
 
 
-@pytest.mark.slow
 def test_chat(server: ServeProcess, tmp_path: Path) -> None:
     front = FrontProcess(tmp_path, server.grpc_url).wait_until_ready()
     try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema  # type: ignore[import-untyped]
 import pytest
-from support.server_process import ServeProcess, assert_counts, stream_text
+from support.calls import PeerClient, assert_counts_in_part, generate_stream, stream_text
+from support.server_process import ServeProcess
 from typer.testing import CliRunner
 
 from inflight_client import InflightClient
@@ -83,25 +83,13 @@ def test_python_client_command_line_and_tokens(server: ServeProcess, tmp_path: P
 
 
 def test_each_of_several_sequences_is_guided(server: ServeProcess) -> None:
-    body = {
-        "text_input": PROMPT,
-        "max_tokens": 30,
-        "num_return_sequences": 3,
-        "temperature": 3.0,
-        "runtime_top_k": 100,
-        "random_seed": 5,
-        "guided_decoding_guide_type": "regex",
-        "guided_decoding_guide": "[a-z]{6}",
-        "stream": True,
-    }
-    url = f"{server.http_url}/v2/models/tensorrt_llm/generate_stream"
+    body: dict[str, Any] = {"text_input": PROMPT, "max_tokens": 30, "stream": True}
+    body |= {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-z]{6}"}
+    body |= {"temperature": 3.0, "runtime_top_k": 100, "random_seed": 5}
     texts: dict[int, str] = {}
-    with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as response:
-        for line in response.iter_lines():
-            if line.strip():
-                content = json.loads(line.removeprefix("data:"))
-                index = content.get("sequence_index", 0)
-                texts[index] = texts.get(index, "") + content["text_output"]
+    for event in generate_stream(server, "tensorrt_llm", num_return_sequences=3, **body):
+        index = event.get("sequence_index", 0)
+        texts[index] = texts.get(index, "") + event["text_output"]
     assert sorted(texts) == [0, 1, 2]
     assert all(re.fullmatch("[a-z]{6}", text) for text in texts.values()), texts
     assert len(set(texts.values())) > 1
@@ -111,27 +99,21 @@ BAD = [
     ({"guided_decoding_guide_type": "structural_tag"}, "'guided_decoding_guide_type' is"),
     ({"guided_decoding_guide_type": "json", "guided_decoding_guide": "{}"}, "takes none"),
     ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(?=a)"}, "look-around"),
-    (
-        {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "["},
-        "invalid regex",
-    ),
+    ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "["}, "invalid regex"),
     ({"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "[]"}, "object"),
     ({"guided_decoding_guide_type": "ebnf_grammar", "guided_decoding_guide": "x"}, "EBNF"),
     ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a" * 70_000}, "65536"),
 ]
 
 
-def test_bad_grammars_are_named_and_disturb_nobody(server: ServeProcess) -> None:
-    def bystander(start: int) -> None:
-        prompt = f"{start} {start + 1} {start + 2}"
-        assert_counts(prompt, "".join(stream_text(server, prompt, 150)), 150)
-
-    with ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(bystander, 10 * i) for i in range(1, 4)]
-        for _ in range(3):
-            for values, message in BAD:
-                answer = post(server, "ensemble", **values)
-                assert answer.status_code == 400, answer.text
-                assert message in answer.json()["error"]
-        for each in waiting:
-            each.result(timeout=60)
+def test_bad_grammars_are_named_and_affect_no_other(server: ServeProcess) -> None:
+    prompts = ["1 2 3", "10 11 12", "20 21 22"]
+    with PeerClient(server.grpc_url) as others:
+        for prompt in prompts:
+            others.send(prompt, text_input=prompt, max_tokens=7000, stream=True)
+        for values, message in BAD:
+            answer = post(server, "ensemble", **values)
+            assert answer.status_code == 400, answer.text
+            assert message in answer.json()["error"]
+        for prompt, text in others.stop_all(*prompts).items():
+            assert_counts_in_part(prompt, text, 7000)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import queue
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,17 +17,21 @@ import torch
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aioclient
 import tritonclient.http as httpclient
-from support.checkpoints import load_oracle
-from support.load_tools import run_genai_perf, run_perf_analyzer
-from support.plain_triton import (
-    PlainServer,
+from support.calls import (
+    WAIT_SECONDS,
+    assert_counts,
     generate,
     generate_stream,
     infer,
-    repository_server,
+    make_inputs,
     stream_infer,
+    stream_text,
+    tensors_of,
+    wait_for_active,
 )
-from support.server_process import assert_counts
+from support.checkpoints import load_oracle
+from support.load_tools import run_genai_perf, run_perf_analyzer
+from support.plain_triton import PlainServer, repository_server
 from tritonclient.utils import np_to_triton_dtype
 from write_compatibility_docs import absent
 
@@ -39,7 +41,6 @@ from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-WAIT = 60.0
 LOAD_TOOL_SECONDS = 200  # genai-perf imports for 10 s of processor time
 
 
@@ -67,15 +68,6 @@ def test_whole_answers_with_http(server: PlainServer, model: str) -> None:
     assert_counts("1 2 3", answer["text_output"], 20)
 
 
-def test_streams_where_there_are_streams(server: PlainServer, is_decoupled: bool) -> None:
-    events = generate_stream(server, "ensemble", text_input="1 2 3", max_tokens=20, stream=True)
-    if is_decoupled:
-        assert_counts("1 2 3", "".join(event["text_output"] for event in events), 20)
-    else:
-        [event] = events
-        assert "'streaming' needs a decoupled deployment" in event["error"]
-
-
 def test_unary_calls_run_side_by_side(server: PlainServer, is_decoupled: bool) -> None:
     def ask(first: int) -> tuple[str, str]:
         prompt = f"{first} {first + 1}"
@@ -93,29 +85,6 @@ def test_unary_calls_run_side_by_side(server: PlainServer, is_decoupled: bool) -
             ask(1)
 
 
-@pytest.mark.contract("preprocessing input", "QUERY REQUEST_OUTPUT_LEN")
-@pytest.mark.contract(
-    "preprocessing output", "INPUT_ID REQUEST_INPUT_LEN REQUEST_OUTPUT_LEN OUT_END_ID OUT_PAD_ID"
-)
-@pytest.mark.contract("postprocessing input", "TOKENS_BATCH SEQUENCE_LENGTH")
-@pytest.mark.contract("postprocessing output", "OUTPUT")
-def test_tokenising_generating_and_decoding_in_three_calls(
-    server: PlainServer, is_decoupled: bool
-) -> None:
-    before = infer(server, "preprocessing", QUERY=[["1 2 3"], ["7"]], REQUEST_OUTPUT_LEN=[[9], [9]])
-    assert before["REQUEST_INPUT_LEN"].tolist() == [[6], [2]]
-    ids = before["INPUT_ID"][:1].tolist()
-    if is_decoupled:
-        body = {"input_ids": ids[0], "request_output_len": 9, "streaming": False}
-        answer = generate(server, "tensorrt_llm", **body)
-        tokens, length = [[answer["output_ids"]]], [[answer["sequence_length"]]]
-    else:
-        out = infer(server, "tensorrt_llm", input_ids=ids, request_output_len=[[9]])
-        tokens, length = out["output_ids"].tolist(), out["sequence_length"].tolist()
-    after = infer(server, "postprocessing", TOKENS_BATCH=tokens, SEQUENCE_LENGTH=length)
-    assert after["OUTPUT"].tolist() == [b"1 2 3 4 5 6 7 "]
-
-
 def test_a_bad_row_is_an_error_with_a_name(server: PlainServer) -> None:
     with pytest.raises(Exception, match="batch size does not match"):
         infer(server, "preprocessing", QUERY=[["1"]], REQUEST_OUTPUT_LEN=[[9], [9]])
@@ -123,63 +92,37 @@ def test_a_bad_row_is_an_error_with_a_name(server: PlainServer) -> None:
         infer(server, "postprocessing", TOKENS_BATCH=[[[5]]], SEQUENCE_LENGTH=[[3]])
 
 
-def test_settings_as_vllm_clients_send_them(server: PlainServer, is_decoupled: bool) -> None:
-    settings = json.dumps({"max_tokens": "100", "temperature": "0", "top_k": -1})
-    whole = generate(
-        server,
-        "vllm_model",
-        text_input="1 2 3",
-        stream=False,
-        sampling_parameters=settings,
-        exclude_input_in_output=True,
-    )
-    assert_counts("1 2 3", whole["text_output"], 100)
-    bad = generate(server, "vllm_model", text_input="1", sampling_parameters='{"surprise": 1}')
-    assert "'surprise' is not supported" in bad["error"]
-    if is_decoupled:
-        events = generate_stream(
-            server, "vllm_model", text_input="1 2 3", stream=True, sampling_parameters=settings
-        )
-        assert_counts("1 2 3", "".join(event["text_output"] for event in events), 100)
-        assert len(events) > 5  # tokens that pile up travel together
-
-
-def test_a_temperature_alone_draws(server: PlainServer) -> None:
-    """As in vLLM, whose filters keep everything unless told otherwise."""
-    for settings in ({"temperature": 50}, {"temperature": 50, "top_k": -1}):
-        body = {"text_input": "1 2 3", "sampling_parameters": json.dumps(settings)}
-        answers = {generate(server, "vllm_model", **body)["text_output"] for _ in range(2)}
-        assert len(answers) == 2
-
-
-def vllm_inputs(is_streaming: bool, *settings: dict[str, Any], **flags: bool) -> list[Any]:
-    """The tensors of vLLM's backend, as its samples make them: without a batch dimension."""
-    arrays = {"text_input": np.array([b"1 2 3"], dtype=np.object_)}
-    arrays["stream"] = np.array([is_streaming])
-    for each in settings:
-        arrays["sampling_parameters"] = np.array([json.dumps(each).encode()], dtype=np.object_)
-    arrays |= {name: np.array([value]) for name, value in flags.items()}
-    inputs = []
-    for name, array in arrays.items():
-        kind = "BOOL" if array.dtype == np.bool_ else "BYTES"
-        inputs.append(grpcclient.InferInput(name, [1], kind))
-        inputs[-1].set_data_from_numpy(array)
-    return inputs
-
-
-async def stream_by_aio(server: PlainServer, **request: Any) -> list[dict[str, Any]]:
-    """The tensors of every response to one request, by `tritonclient.grpc.aio`."""
+def ask_vllm(
+    server: PlainServer,
+    settings: dict[str, Any] | None,
+    *,
+    stream: bool,
+    outputs: Sequence[str] = (),
+    parameters: dict[str, Any] | None = None,
+    **flags: Any,
+) -> list[dict[str, Any]]:
+    """What `tritonclient.grpc.aio` gets for tensors as the samples of vLLM's backend make them:
+    without a batch dimension."""
+    tensors: dict[str, Any] = {"text_input": ["1 2 3"], "stream": [stream]}
+    if settings is not None:
+        tensors["sampling_parameters"] = [json.dumps(settings)]
+    inputs = make_inputs(**tensors, **{name: [value] for name, value in flags.items()})
+    request: dict[str, Any] = {"model_name": "vllm_model", "request_id": "0", "inputs": inputs}
+    request["outputs"] = [grpcclient.InferRequestedOutput(name) for name in outputs] or None
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
-        yield {"model_name": "vllm_model", "request_id": "0", **request}
+        yield {**request, "parameters": parameters}
 
-    responses = []
-    async with aioclient.InferenceServerClient(server.grpc_url) as client:
-        async for result, error in client.stream_infer(requests(), stream_timeout=WAIT):
-            assert error is None, error.message()
-            names = [out.name for out in result.get_response().outputs]
-            responses.append({name: result.as_numpy(name).tolist() for name in names})
-    return responses
+    async def ask() -> list[dict[str, Any]]:
+        responses = []
+        async with aioclient.InferenceServerClient(server.grpc_url) as client:
+            async for result, error in client.stream_infer(requests(), stream_timeout=WAIT_SECONDS):
+                assert error is None, error.message()
+                names = [out.name for out in result.get_response().outputs]
+                responses.append({name: result.as_numpy(name).tolist() for name in names})
+        return responses
+
+    return asyncio.run(ask())
 
 
 @pytest.mark.contract(
@@ -193,20 +136,18 @@ async def stream_by_aio(server: PlainServer, **request: Any) -> list[dict[str, A
 def test_the_sample_client_of_vllms_backend(server: PlainServer, is_decoupled: bool) -> None:
     """Its `samples/client.py`: settings as a tensor and once more as parameters of the request."""
     settings = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "100"}
-    common = {"outputs": [grpcclient.InferRequestedOutput("text_output")], "parameters": settings}
-    inputs = vllm_inputs(False, settings, exclude_input_in_output=False)
-    [answer] = asyncio.run(stream_by_aio(server, inputs=inputs, **common))
+    common: dict[str, Any] = {"outputs": ["text_output"], "parameters": settings}
+    [answer] = ask_vllm(server, settings, stream=False, exclude_input_in_output=False, **common)
     assert answer["text_output"][0].startswith(b"1 2 3 4 ")
     assert_counts("1 2 3", answer["text_output"][0].decode().removeprefix("1 2 3"), 100)
     if is_decoupled:
-        inputs = vllm_inputs(True, settings, exclude_input_in_output=True)
-        answers = asyncio.run(stream_by_aio(server, inputs=inputs, **common))
+        answers = ask_vllm(server, settings, stream=True, exclude_input_in_output=True, **common)
         assert len(answers) > 5
         text = b"".join(each["text_output"][0] for each in answers).decode()
         assert_counts("1 2 3", text, 100)
         # No tensor: then the parameters are the settings.
-        inputs = vllm_inputs(True, return_num_output_tokens=True, return_finish_reason=True)
-        answers = asyncio.run(stream_by_aio(server, inputs=inputs, parameters=settings))
+        flags: Any = {"return_num_output_tokens": True, "return_finish_reason": True}
+        answers = ask_vllm(server, None, stream=True, parameters=settings, **flags)
         assert sum(each["num_output_tokens"][0] for each in answers) == 100
         reasons = [each["finish_reason"] for each in answers]
         assert reasons == [[b"None"]] * (len(answers) - 1) + [[b"length"]]
@@ -218,14 +159,12 @@ def test_vllms_sums_of_log_probabilities(server: PlainServer, is_decoupled: bool
     """One for each answer, of all its tokens so far."""
     num_answers = 2 if is_decoupled else 1
     settings = {"temperature": 1, "seed": 3, "n": num_answers, "max_tokens": 5}
-    inputs = vllm_inputs(False, settings, return_cumulative_logprob=True)
-    [answer] = asyncio.run(stream_by_aio(server, inputs=inputs))
+    [answer] = ask_vllm(server, settings, stream=False, return_cumulative_logprob=True)
     sums = answer["cumulative_logprob"]
     assert len(sums) == num_answers
     assert max(sums) < 0
     if is_decoupled:
-        inputs = vllm_inputs(True, settings, return_cumulative_logprob=True)
-        pieces = asyncio.run(stream_by_aio(server, inputs=inputs))
+        pieces = ask_vllm(server, settings, stream=True, return_cumulative_logprob=True)
         growing = np.array([piece["cumulative_logprob"] for piece in pieces])
         assert (np.diff(growing, axis=0) <= 0).all()
         np.testing.assert_allclose(growing[-1], sums, rtol=1e-4)
@@ -239,9 +178,9 @@ def test_vllms_log_probabilities_of_tokens(server: PlainServer, is_decoupled: bo
     prompt = TextCodec(DEMO_MODEL).encode("1 2 3", 100)
     for temperature, num_top in ((9, 0), (9, 2), (0, 20)):
         settings = {"temperature": temperature, "seed": 4, "max_tokens": 12, "logprobs": num_top}
-        flags = {"return_logprobs": True, "return_num_output_tokens": True}
-        inputs = vllm_inputs(is_decoupled, settings, exclude_input_in_output=True, **flags)
-        responses = asyncio.run(stream_by_aio(server, inputs=inputs))
+        names = ("return_logprobs", "return_num_output_tokens", "exclude_input_in_output")
+        flags: dict[str, Any] = dict.fromkeys(names, True)
+        responses = ask_vllm(server, settings, stream=is_decoupled, **flags)
         told = [json.loads(response["logprobs"][0]) for response in responses]
         assert [[len(rows)] for rows in told] == [each["num_output_tokens"] for each in responses]
         rows = [row for rows in told for row in rows]
@@ -267,19 +206,14 @@ def test_tritonclients_http_client(
     server: PlainServer, is_decoupled: bool, is_binary: bool
 ) -> None:
     """`tritonclient.http`: tensors as bytes behind the JSON head, and as JSON."""
-    arrays = {
-        "text_input": np.array([["1 2 3"]], dtype=np.object_),
-        "max_tokens": np.array([[20]], dtype=np.int32),
-        "temperature": np.zeros((1, 1), dtype=np.float32),
-        "exclude_input_in_output": np.array([[True]]),
-    }
+    values = {"text_input": "1 2 3", "max_tokens": 20, "temperature": 0.0}
     inputs = []
-    for name, array in arrays.items():
+    for name, array in tensors_of(**values, exclude_input_in_output=True).items():
         inputs.append(httpclient.InferInput(name, [1, 1], np_to_triton_dtype(array.dtype)))
         inputs[-1].set_data_from_numpy(array, binary_data=is_binary)
     outputs = [httpclient.InferRequestedOutput("text_output", binary_data=is_binary)]
     url = server.http_url.removeprefix("http://")
-    with httpclient.InferenceServerClient(url, network_timeout=WAIT) as client:
+    with httpclient.InferenceServerClient(url, network_timeout=WAIT_SECONDS) as client:
         if is_decoupled:
             with pytest.raises(Exception, match="decoupled"):
                 client.infer("tensorrt_llm", inputs, outputs=outputs)
@@ -301,10 +235,7 @@ def test_the_relay_accumulates_and_passes_errors_on(
     bad = generate(server, "tensorrt_llm_bls", text_input="1", max_tokens=4, temperature=-1.0)
     assert "'temperature' is -1" in bad["error"]
     if is_decoupled:
-        events = generate_stream(
-            server, "tensorrt_llm_bls", text_input="1 2 3", max_tokens=100, stream=True
-        )
-        texts = [event["text_output"] for event in events]
+        texts = list(stream_text(server, "1 2 3", 100, model="tensorrt_llm_bls"))
         assert len(texts) > 5
         assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
         assert_counts("1 2 3", texts[-1], 100)
@@ -342,26 +273,16 @@ def test_the_relay_accumulates_every_sequence_by_itself(
 def test_a_client_of_the_relay_that_leaves_ends_its_request(
     server: PlainServer, is_decoupled: bool
 ) -> None:
-    def wait_until_active(count: int) -> int:
-        """Returns the number of iterations so far."""
-        deadline = time.monotonic() + WAIT
-        while True:
-            answer = generate(server, "tensorrt_llm", stats=True, streaming=False)
-            stats = json.loads(answer["stats"])
-            if stats["Active Request Count"] == count:
-                return int(stats["Iteration Counter"])
-            assert time.monotonic() < deadline, f"not {count} requests run"
-
-    before = wait_until_active(0)
+    before = wait_for_active(server, 0)["Iteration Counter"]
     if not is_decoupled:  # the only way to leave is to close a call, which Triton does not see
         return
-    body = {"text_input": "1 2 3", "max_tokens": 8000, "stream": True}
-    url = f"{server.http_url}/v2/models/tensorrt_llm_bls/generate_stream"
-    with httpx.stream("POST", url, json=body, timeout=WAIT, trust_env=False) as answer:
-        lines = answer.iter_lines()  # dropping it would close the stream
-        next(lines)
-        wait_until_active(1)
-    assert wait_until_active(0) - before < 8000, "it ran to its end"
+    stream = generate_stream(
+        server, "tensorrt_llm_bls", text_input="1 2 3", max_tokens=8000, stream=True
+    )
+    next(stream)
+    wait_for_active(server, 1)
+    stream.close()
+    assert wait_for_active(server, 0)["Iteration Counter"] - before < 8000, "it ran to its end"
 
 
 PERF_DATA = {"data": [{"text_input": ["1 2 3"], "max_tokens": [60], "stream": [True]}]}
@@ -422,20 +343,11 @@ def test_what_a_model_lacks_is_refused_by_name(server: PlainServer, is_decoupled
     questions = [(model, name, [name], []) for model, name in absent("input")]
     questions += [(model, name, [], [name]) for model, name in absent("output")]
     assert len(questions) > 40
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(callback=lambda result, error: answers.put(error))
-        for model, name, inputs, outputs in questions:
-            tensors = [grpcclient.InferInput(each, [1, 1], "BYTES") for each in inputs]
-            first = "QUERY" if model == "preprocessing" else "text_input"
-            if not inputs:
-                tensors = [grpcclient.InferInput(first, [1, 1], "BYTES")]
-            for tensor in tensors:
-                tensor.set_data_from_numpy(np.array([[b"1"]], dtype=np.object_))
-            wanted = [grpcclient.InferRequestedOutput(each) for each in outputs]
-            client.async_stream_infer(model, tensors, outputs=wanted)
-            assert f"'{name}'" in str(answers.get(timeout=WAIT)), (model, name)
-        client.stop_stream()
+    for model, name, inputs, outputs in questions:
+        first = "QUERY" if model == "preprocessing" else "text_input"
+        tensors = {each: [["1"]] for each in inputs or [first]}
+        [answer] = stream_infer(server, model, tensors, outputs)
+        assert f"'{name}'" in answer["error"], (model, name)
 
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -451,7 +363,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 def test_unknown_fields_and_parameters_are_refused_by_name(
     server: PlainServer, is_decoupled: bool
 ) -> None:
-    """Triton takes both and tells nobody but the model."""
+    """Triton takes both; only the model can refuse them."""
     surprises = [(model, "surprise") for model in REQUIRED]
     sent = [each for each in absent("input") if each[0] in REQUIRED]  # no table of tokens
     for model, name in [*sent, *surprises]:
@@ -468,7 +380,7 @@ def test_unknown_fields_and_parameters_are_refused_by_name(
         assert "'surprise'" in answer["error"], model
     url = f"{server.http_url}/v2/models/ensemble/generate"
     body = b'{"text_input": "1", "max_tokens": 4, "surprise": "\xff"}'
-    error = httpx.post(url, content=body, timeout=WAIT, trust_env=False).json()["error"]
+    error = httpx.post(url, content=body, timeout=WAIT_SECONDS, trust_env=False).json()["error"]
     assert error.endswith("the request parameters are not valid UTF-8")
     # What Triton itself puts beside them is none: the id of a body, and what ends a stream.
     sound = generate(server, "ensemble", id="mine", **REQUIRED["ensemble"])

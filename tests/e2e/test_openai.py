@@ -18,15 +18,14 @@ import httpx
 import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
+from support.calls import WAIT_SECONDS, assert_counts, wait_for_active
 from support.front_process import FrontProcess
-from support.server_process import HOST, ServeProcess, assert_counts, free_ports
-
-from inflight_client import InflightClient
+from support.server_process import HOST, ServeProcess, free_ports
 
 pytestmark = pytest.mark.e2e
 
 MODEL = "demo_model"
-WAIT = 60.0
+ANSWER: dict[str, Any] = {"model": MODEL, "prompt": "1 2 3", "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +41,18 @@ def client(front: FrontProcess) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def stats_of(server: ServeProcess) -> dict[str, Any]:
-    """Of its last iteration."""
-    with InflightClient(server.grpc_url) as direct:
-        [stats] = direct.stats(follow=False)
-    return stats
+def ask(client: openai.OpenAI, *, is_streaming: bool, **request: Any) -> list[Any]:
+    """The chunks of a completion, or the whole one as the only part."""
+    answer: Any = client.completions.create(**(ANSWER | request), stream=is_streaming)
+    return list(answer) if is_streaming else [answer]
 
 
-def wait_until_idle(server: ServeProcess) -> int:
-    """Returns the number of iterations so far."""
-    deadline = time.monotonic() + WAIT
-    while (stats := stats_of(server))["Active Request Count"] > 0:
-        assert time.monotonic() < deadline, "the request still runs"
-        time.sleep(0.05)
-    return int(stats["Iteration Counter"])
+def texts_of(parts: list[Any]) -> list[str]:
+    """By index of the choice."""
+    texts: dict[int, str] = {}
+    for choice in (choice for part in parts for choice in part.choices):
+        texts[choice.index] = texts.get(choice.index, "") + choice.text
+    return [texts[index] for index in sorted(texts)]
 
 
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
@@ -67,7 +64,7 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
 
 
 def test_completions(client: openai.OpenAI) -> None:
-    done = client.completions.create(model=MODEL, prompt="1 2 3", max_tokens=20, temperature=0)
+    done = client.completions.create(**ANSWER, max_tokens=20)
     [choice] = done.choices
     assert_counts("1 2 3", choice.text, 20)
     assert choice.finish_reason == "length"
@@ -79,17 +76,16 @@ def test_sampling_is_the_default(client: openai.OpenAI) -> None:
     """OpenAI's defaults; the model is so sure of itself that it takes a high temperature to see."""
     for temperature, num_different in ((0, 1), (2, 2)):
         answers = client.completions.create(
-            model=MODEL, prompt=["1 2 3"] * 2, max_tokens=100, temperature=temperature
+            model=MODEL, prompt=["1 2 3"] * 2, max_tokens=60, temperature=temperature
         )
         assert len({choice.text for choice in answers.choices}) == num_different
 
 
 def test_completions_of_several_prompts_text_and_ids(client: openai.OpenAI) -> None:
     prompts = ["1 2 3", "50 51", "7 8 9"]
-    done = client.completions.create(model=MODEL, prompt=prompts, max_tokens=12, temperature=0)
-    assert [choice.index for choice in done.choices] == [0, 1, 2]
-    for prompt, choice in zip(prompts, done.choices, strict=True):
-        assert_counts(prompt, choice.text, 12)
+    done = client.completions.create(**(ANSWER | {"prompt": prompts}), max_tokens=12)
+    for prompt, text in zip(prompts, texts_of([done]), strict=True):
+        assert_counts(prompt, text, 12)
     from_ids = client.completions.create(model=MODEL, prompt=[0, 18, 224, 19], max_tokens=9)
     assert from_ids.choices[0].finish_reason == "length"
 
@@ -134,11 +130,7 @@ def test_streams_with_usage(client: openai.OpenAI) -> None:
 
 def test_every_event_tells_the_usage_so_far(client: openai.OpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = list(
-        client.completions.create(
-            model=MODEL, prompt="1 2 3", max_tokens=100, stream=True, stream_options=options
-        )
-    )
+    chunks = ask(client, is_streaming=True, max_tokens=100, stream_options=options)
     counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
     assert len(counts) == len(chunks)
     assert counts == sorted(counts)
@@ -147,66 +139,46 @@ def test_every_event_tells_the_usage_so_far(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_an_echo_stands_before_each_answer(client: openai.OpenAI, is_streaming: bool) -> None:
-    request: Any = {"model": MODEL, "echo": True, "n": 2, "max_tokens": 12, "temperature": 0}
-    for prompts, echoes in ((["1 2 3", "50 51"], ["1 2 3", "50 51"]), ([0, 18], ["1"])):
-        texts = [""] * 2 * len(echoes)
-        if is_streaming:
-            for chunk in client.completions.create(prompt=prompts, **request, stream=True):
-                texts[chunk.choices[0].index] += chunk.choices[0].text
-        else:
-            for choice in client.completions.create(prompt=prompts, **request).choices:
-                texts[choice.index] = choice.text
+    for prompt, echoes in ((["1 2 3", "50 51"], ["1 2 3", "50 51"]), ([0, 18], ["1"])):
+        request: Any = {"prompt": prompt, "echo": True, "n": 2, "max_tokens": 12}
+        texts = texts_of(ask(client, is_streaming=is_streaming, **request))
         for text, echo in zip(texts, [each for each in echoes for _ in range(2)], strict=True):
             assert text.startswith(echo)
             assert_counts(echo, text.removeprefix(echo), 12)
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-@pytest.mark.parametrize(
-    ("ending", "text"),
-    [
+def test_usage_counts_the_tokens_up_to_the_end(client: openai.OpenAI, is_streaming: bool) -> None:
+    """Each character is a token here."""
+    endings: list[tuple[dict[str, Any], str]] = [
         ({"stop": ["nix", "9 1"]}, " 4 5 6 7 8 9 1"),  # as vLLM, with the tokens of the stop string
         ({"stop": "9 1", "n": 3}, " 4 5 6 7 8 9 1"),
         ({"extra_body": {"stop_token_ids": [24]}}, " 4 5 6 "),  # "7"
         ({"logit_bias": {"1": 100}}, ""),  # the end id
         ({"stop": "nix"}, " 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 "),
-    ],
-)
-def test_usage_counts_the_tokens_up_to_the_end(
-    client: openai.OpenAI, ending: dict[str, Any], text: str, is_streaming: bool
-) -> None:
-    """Each character is a token here."""
-    request: Any = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 40, "temperature": 0, **ending}
-    done: Any
-    if is_streaming:
-        options: Any = {"include_usage": True}
-        *_, done = client.completions.create(**request, stream=True, stream_options=options)
-    else:
-        done = client.completions.create(**request)
-    assert done.usage.completion_tokens == len(text) * ending.get("n", 1)
+    ]
+    options = {"stream_options": {"include_usage": True}} if is_streaming else {}
+    for ending, text in endings:
+        *_, done = ask(client, is_streaming=is_streaming, max_tokens=40, **ending, **options)
+        assert done.usage.completion_tokens == len(text) * ending.get("n", 1)
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_stop_strings(client: openai.OpenAI, is_streaming: bool) -> None:
-    request: Any = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 40, "temperature": 0}
-    request["stop"] = ["nix", "9 1"]
-    if is_streaming:
-        chunks = list(client.completions.create(**request, stream=True))
-        text = "".join(chunk.choices[0].text for chunk in chunks)
-        reason = chunks[-1].choices[0].finish_reason
-    else:
-        [choice] = client.completions.create(**request).choices
-        text, reason = choice.text, choice.finish_reason
-    assert (text, reason) == (" 4 5 6 7 8 ", "stop")
-    request["extra_body"] = {"include_stop_str_in_output": True, "return_token_ids": True}
-    kept: Any = client.completions.create(**request, stream=is_streaming)
-    parts = [chunk.choices[0] for chunk in kept] if is_streaming else kept.choices
-    assert "".join(part.text for part in parts) == " 4 5 6 7 8 9 1"
-    ids = [token for part in parts for token in getattr(part, "token_ids", None) or ()]
+    request: Any = {"is_streaming": is_streaming, "max_tokens": 40, "stop": ["nix", "9 1"]}
+    parts = ask(client, **request)
+    assert texts_of(parts) == [" 4 5 6 7 8 "]
+    assert parts[-1].choices[0].finish_reason == "stop"
+    own = {"include_stop_str_in_output": True, "return_token_ids": True}
+    parts = ask(client, **request, extra_body=own)
+    assert texts_of(parts) == [" 4 5 6 7 8 9 1"]
+    choices = [part.choices[0] for part in parts]
+    ids = [token for each in choices for token in getattr(each, "token_ids", None) or ()]
     assert len(ids) == len(" 4 5 6 7 8 9 1")  # each character is a token here
-    assert parts[0].prompt_token_ids[0] == 0  # <|begin|>
-    exact = client.completions.create(**{**request, "stop": " 5", "max_tokens": 4})
-    assert (exact.choices[0].text, exact.choices[0].finish_reason) == (" 4 5", "stop")
+    assert choices[0].prompt_token_ids[0] == 0  # <|begin|>
+    exact = ask(client, **(request | {"stop": " 5", "max_tokens": 4}), extra_body=own)
+    assert texts_of(exact) == [" 4 5"]
+    assert exact[-1].choices[0].finish_reason == "stop"
 
 
 def test_several_answers_with_log_probabilities(client: openai.OpenAI) -> None:
@@ -237,29 +209,17 @@ def test_several_answers_with_log_probabilities(client: openai.OpenAI) -> None:
 
 
 def test_streams_of_several_answers(client: openai.OpenAI) -> None:
-    prompts = ["1 2 3", "50 51"]
-    stream = client.completions.create(
-        model=MODEL, prompt=prompts, n=2, max_tokens=12, logprobs=1, temperature=0, stream=True
-    )
-    texts, tokens = [""] * 4, [""] * 4
-    for chunk in stream:
-        [choice] = chunk.choices
-        texts[choice.index] += choice.text
+    request: Any = {"prompt": ["1 2 3", "50 51"], "n": 2, "max_tokens": 12, "logprobs": 1}
+    chunks = ask(client, is_streaming=True, **request)
+    tokens = [""] * 4
+    for choice in (chunk.choices[0] for chunk in chunks):
         if choice.logprobs is not None:
             tokens[choice.index] += "".join(choice.logprobs.tokens or ())
             likeliest = [token for row in choice.logprobs.top_logprobs or () for token in row]
             assert likeliest == choice.logprobs.tokens
-    assert texts == tokens
-    for prompt, text in zip(["1 2 3", "1 2 3", "50 51", "50 51"], texts, strict=True):
+    assert texts_of(chunks) == tokens
+    for prompt, text in zip(["1 2 3", "1 2 3", "50 51", "50 51"], tokens, strict=True):
         assert_counts(prompt, text, 12)
-
-
-def test_a_bias_wins_over_the_model(client: openai.OpenAI) -> None:
-    nine = 26  # its id in the demo model's tokenizer, as 18 is that of 1
-    done = client.completions.create(
-        model=MODEL, prompt=[0, 18], max_tokens=3, logit_bias={str(nine): 100}, temperature=0
-    )
-    assert done.choices[0].text == "999"
 
 
 def test_concurrent_streams_do_not_mix(front: FrontProcess, server: ServeProcess) -> None:
@@ -279,7 +239,7 @@ def test_concurrent_streams_do_not_mix(front: FrontProcess, server: ServeProcess
             await asyncio.gather(*(one(client, 1000 + 10 * i) for i in range(16)))
 
     asyncio.run(all_of_them())
-    wait_until_idle(server)
+    wait_for_active(server, 0)
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
@@ -287,18 +247,16 @@ def test_concurrent_streams_do_not_mix(front: FrontProcess, server: ServeProcess
 def test_a_client_that_leaves_ends_its_request_on_the_server(
     front: FrontProcess, server: ServeProcess, is_streaming: bool, num_prompts: int
 ) -> None:
-    before = wait_until_idle(server)
-    body = {"model": MODEL, "prompt": ["1 2 3"] * num_prompts, "max_tokens": 8000}
-    raw = json.dumps({**body, "temperature": 0, "stream": is_streaming}).encode()
+    before = wait_for_active(server, 0)["Iteration Counter"]
+    body = {"prompt": ["1 2 3"] * num_prompts, "max_tokens": 8000, "stream": is_streaming}
+    raw = json.dumps(ANSWER | body).encode()
     with socket.create_connection((HOST, front.port)) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
         connection.sendall(head.encode() + raw)
         if is_streaming:
             assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
-        deadline = time.monotonic() + WAIT
-        while stats_of(server)["Active Request Count"] < num_prompts:
-            assert time.monotonic() < deadline, "the request never ran"
-    assert wait_until_idle(server) - before < 8000, "it ran to its end"
+        wait_for_active(server, num_prompts)
+    assert wait_for_active(server, 0)["Iteration Counter"] - before < 8000, "it ran to its end"
 
 
 BAD_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
@@ -311,9 +269,9 @@ def test_response_format_is_kept(client: openai.OpenAI) -> None:
         "required": ["size", "is_good"],
         "additionalProperties": False,
     }
-    body: dict[str, Any] = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 300, "temperature": 0}
     wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
-    answer = client.completions.create(**body, extra_body={"response_format": wanted})
+    own = {"response_format": wanted}
+    [answer] = ask(client, is_streaming=False, max_tokens=300, extra_body=own)
     assert answer.choices[0].finish_reason == "stop"
     jsonschema.validate(json.loads(answer.choices[0].text), schema)
 
@@ -345,14 +303,13 @@ def test_a_bad_request_names_its_field_and_affects_no_other(
 
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_skip_special_tokens(client: openai.OpenAI, is_streaming: bool) -> None:
-    request: Any = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 2, "logit_bias": {"0": 100}}
     for skips, text in ((True, ""), (False, "<|begin|>" * 2)):
-        own = {"skip_special_tokens": skips}
-        answer: Any = client.completions.create(**request, extra_body=own, stream=is_streaming)
-        parts = [chunk.choices[0] for chunk in answer] if is_streaming else answer.choices
-        assert "".join(part.text for part in parts) == text
+        request: Any = {"max_tokens": 2, "logit_bias": {"0": 100}}
+        request["extra_body"] = {"skip_special_tokens": skips}
+        assert texts_of(ask(client, is_streaming=is_streaming, **request)) == [text]
 
 
+@pytest.mark.fast(1)  # test_guided.py has the others
 @pytest.mark.parametrize(
     ("guide", "text"),
     [
@@ -370,17 +327,14 @@ def test_guides_as_vllm_has_them(client: openai.OpenAI, guide: dict[str, Any], t
     assert re.fullmatch(text, chat.choices[0].message.content or "")
 
 
-def test_limits(server: ServeProcess, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_limits_and_a_stop_that_lets_running_answers_finish(
+    server: ServeProcess, tmp_path: Path
+) -> None:
     options = ["--max-requests=1", "--max-body-bytes=2048", "--served-model-name=mine"]
     front = FrontProcess(tmp_path, server.grpc_url, options).wait_until_ready()
-    body = {
-        "model": "mine",
-        "prompt": "1 2 3",
-        "max_tokens": 3000,
-        "temperature": 0,
-        "stream": True,
-    }
-    with httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT) as http:
+    body = ANSWER | {"model": "mine", "max_tokens": 300, "stream": True}
+    with httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT_SECONDS) as http:
         assert http.get("/v1/models").json()["data"][0]["id"] == "mine"
         assert http.get("/health").status_code == 200
         large = http.post("/v1/completions", json={**body, "prompt": "1" * 3000})
@@ -390,29 +344,18 @@ def test_limits(server: ServeProcess, tmp_path: Path) -> None:
             refused = http.post("/v1/completions", json=body)
             assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
             assert refused.json()["error"]["type"] == "rate_limit_error"
-    wait_until_idle(server)
-    assert front.stop() == 0
-
-
-def test_stopping_lets_running_answers_finish(server: ServeProcess, tmp_path: Path) -> None:
-    front = FrontProcess(tmp_path, server.grpc_url).wait_until_ready()
-    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 200, "temperature": 0, "stream": True}
-    url = f"{front.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, trust_env=False, timeout=WAIT) as running:
-        lines = running.iter_lines()
-        received = [next(lines)]
-        front.process.send_signal(signal.SIGTERM)
-        received += lines
+            front.process.send_signal(signal.SIGTERM)
+            received = list(running.iter_lines())
     assert received[-2:] == ["data: [DONE]", ""]
     events = [json.loads(line.removeprefix("data: ")) for line in received if "{" in line]
-    assert_counts("1 2 3", "".join(event["choices"][0]["text"] for event in events), 200)
+    assert_counts("1 2 3", "".join(event["choices"][0]["text"] for event in events), 300)
     assert events[-1]["choices"][0]["finish_reason"] == "length"
-    assert front.process.wait(timeout=WAIT) == 0
+    assert front.process.wait(timeout=WAIT_SECONDS) == 0
 
 
 def wait_until_not_ready(http: httpx.Client) -> None:
     """The model polls for a stop ten times a second."""
-    deadline = time.monotonic() + WAIT
+    deadline = time.monotonic() + WAIT_SECONDS
     while http.get("/health").status_code == httpx.codes.OK:
         assert time.monotonic() < deadline, "the front calls a draining server ready"
 
@@ -421,12 +364,12 @@ def wait_until_not_ready(http: httpx.Client) -> None:
 def test_a_missing_a_draining_and_a_killed_server(tmp_path: Path, serve: Any) -> None:
     [unused] = free_ports(1)
     failed = FrontProcess(tmp_path, f"{HOST}:{unused}")
-    assert failed.process.wait(timeout=WAIT) == 1
+    assert failed.process.wait(timeout=WAIT_SECONDS) == 1
     assert f"no server answers at grpc://{HOST}:{unused}" in failed.output
     own = serve()
     front = FrontProcess(tmp_path, own.grpc_url).wait_until_ready()
-    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 8000, "temperature": 0, "stream": True}
-    with httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT) as http:
+    body = ANSWER | {"max_tokens": 8000, "stream": True}
+    with httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT_SECONDS) as http:
         with http.stream("POST", "/v1/completions", json=body) as running:
             lines = running.iter_lines()
             assert next(lines).startswith("data: {")

@@ -4,71 +4,59 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from support.server_process import assert_counts, temporary_folder
+from support.calls import assert_counts, stream_text
+from support.plain_triton import PlainServer, repository_server
 
 from inflight_client import InflightClient
-
-if TYPE_CHECKING:
-    from soak_parts.plain_triton import PlainTriton
+from soak_parts.server import footprint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 BLS = "tensorrt_llm_bls"
 PROMPT = "1 2 3 4"
 NUM_RELOADS = 3  # benchmarks/reload.py does it a hundred times
 
-
-@contextmanager
-def started() -> Iterator[PlainTriton]:
-    """A server without models, and a folder of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        from soak_parts.plain_triton import plain_triton
-    scratch = temporary_folder("plain")
-    with plain_triton(scratch, added=[BLS]) as running:
-        yield running
-    shutil.rmtree(scratch)
+# A server without models: each is loaded by name.
+started = partial(
+    repository_server, f"--add={BLS}", server_options=["--model-control-mode=explicit"]
+)
 
 
 @pytest.fixture(scope="module")
-def triton() -> Iterator[PlainTriton]:
+def triton() -> Iterator[PlainServer]:
     with started() as running:
         yield running
 
 
-def stream(running: PlainTriton, max_tokens: int, model: str = "tensorrt_llm") -> Iterator[str]:
-    body = {"text_input": PROMPT, "max_tokens": max_tokens, "stream": True}
-    url = f"{running.http_url}/v2/models/{model}/generate_stream"
-    with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as response:
-        for line in response.iter_lines():
-            content = json.loads(line.removeprefix("data:")) if line.strip() else {}
-            assert "error" not in content, content
-            if "text_output" in content:
-                yield content["text_output"]
+def stream(running: PlainServer, max_tokens: int, model: str = "tensorrt_llm") -> Iterator[str]:
+    return stream_text(running, PROMPT, max_tokens, model=model)
+
+
+def unload(running: PlainServer, *models: str) -> None:
+    for model in models or ("tensorrt_llm",):
+        running.control("unload", model)
+        running.wait_for("UNAVAILABLE", model)
 
 
 @pytest.mark.case(99)
-def test_unload_lets_streams_finish_and_refuses_new_requests(triton: PlainTriton) -> None:
+def test_unload_lets_streams_finish_and_refuses_new_requests(triton: PlainServer) -> None:
     triton.control("load")
     running = stream(triton, 250)
     with InflightClient(triton.grpc_url) as client, ThreadPoolExecutor() as pool:
         other = client.stream("10 11 12", 250)
         texts = [next(running), next(other).text]
         triton.control("unload")
-        with pytest.raises(AssertionError, match="no available versions"):
+        with pytest.raises(RuntimeError, match="no available versions"):
             next(stream(triton, 1))
         rests = [
             pool.submit(lambda: "".join(running)),
@@ -80,12 +68,11 @@ def test_unload_lets_streams_finish_and_refuses_new_requests(triton: PlainTriton
     triton.wait_for("UNAVAILABLE")
     triton.control("load")
     assert_counts(PROMPT, "".join(stream(triton, 40)), 40)
-    triton.control("unload")
-    triton.wait_for("UNAVAILABLE")
+    unload(triton)
 
 
 @pytest.mark.case(99)
-def test_unload_and_reload_let_relayed_streams_finish(triton: PlainTriton) -> None:
+def test_unload_and_reload_let_relayed_streams_finish(triton: PlainServer) -> None:
     """Triton does not know that they are of the model that is unloaded."""
     triton.control("load")
     triton.control("load", BLS)
@@ -99,35 +86,32 @@ def test_unload_and_reload_let_relayed_streams_finish(triton: PlainTriton) -> No
     triton.control("unload")
     assert_counts(PROMPT, text + "".join(running), 250)
     triton.wait_for("UNAVAILABLE")
-    with pytest.raises(AssertionError, match="the model 'tensorrt_llm' is not loaded"):
+    with pytest.raises(RuntimeError, match="the model 'tensorrt_llm' is not loaded"):
         next(stream(triton, 1, BLS))
     triton.control("load")
     assert_counts(PROMPT, "".join(stream(triton, 40, BLS)), 40)
-    for model in (BLS, "tensorrt_llm"):
-        triton.control("unload", model)
-        triton.wait_for("UNAVAILABLE", model)
+    unload(triton, BLS, "tensorrt_llm")
 
 
 @pytest.mark.case(101)
-def test_reloading_does_not_grow(triton: PlainTriton) -> None:
+def test_reloading_does_not_grow(triton: PlainServer) -> None:
     footprints, regions = [], []
     for _ in range(NUM_RELOADS):
         triton.control("load")
         assert_counts(PROMPT, "".join(stream(triton, 30)), 30)
-        footprints.append(triton.footprint())
-        regions.append(triton.num_regions())
-        triton.control("unload")
-        triton.wait_for("UNAVAILABLE")
+        footprints.append(footprint(triton.process.pid))
+        regions.append(len(triton.shared_memory()))
+        unload(triton)
     first, last = footprints[1], footprints[-1]
     assert len(set(regions)) == 1
     assert abs(last.num_threads - first.num_threads) <= 2
     assert abs(last.num_descriptors - first.num_descriptors) <= 2
     assert last.resident_mb - first.resident_mb < 3.0
-    assert triton.num_regions() == 0
+    assert triton.shared_memory() == []
 
 
 def test_an_ensemble_is_loaded_without_its_model_and_a_bad_config_changes_nothing(
-    triton: PlainTriton,
+    triton: PlainServer,
 ) -> None:
     """Python writes nothing beside model.py, which Triton would take for a change (server#7489)."""
     triton.control("load")
@@ -143,12 +127,10 @@ def test_an_ensemble_is_loaded_without_its_model_and_a_bad_config_changes_nothin
     assert "instance_group asks for 2 instances" in answer.text
     assert models_of(triton) == loaded
     assert_counts(PROMPT, "".join(stream(triton, 5, "ensemble")), 5)
-    for model in ("ensemble", "tensorrt_llm"):
-        triton.control("unload", model)
-        triton.wait_for("UNAVAILABLE", model)
+    unload(triton, "ensemble", "tensorrt_llm")
 
 
-def models_of(running: PlainTriton) -> list[int]:
+def models_of(running: PlainServer) -> list[int]:
     """The processes of its models, which have its folder in their command lines."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

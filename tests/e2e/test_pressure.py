@@ -19,35 +19,17 @@ from pathlib import Path
 
 import grpc
 import pytest
-from support.server_process import HOST, TRITONSERVER, ServeProcess, assert_counts, stream_text
+from support.calls import assert_counts, stream_text, wait_for_active
+from support.server_process import HOST, TRITONSERVER, ServeProcess
 from tritonclient.grpc import service_pb2
 
-from inflight_client import AsyncInflightClient, InflightClient, grpc_transport
-from inflight_client.options import ready_request
-from inflight_protocol import LLM_MODEL_NAME
+from inflight_client import AsyncInflightClient, grpc_transport
+from inflight_client.options import Request
 
 pytestmark = pytest.mark.e2e
 
 PROMPT = "1 2 3 4"
 ENDLESS = 8000
-WAIT_SECONDS = 60.0
-
-
-def stats_of(server: ServeProcess) -> dict[str, int]:
-    with InflightClient(server.grpc_url) as client:
-        (stats,) = client.stats(follow=False)
-    return stats
-
-
-def wait_for_active(
-    server: ServeProcess, number: int, within: float = WAIT_SECONDS
-) -> dict[str, int]:
-    """The first statistics with so many active requests."""
-    deadline = time.monotonic() + within
-    while (active := (stats := stats_of(server))["Active Request Count"]) != number:
-        assert time.monotonic() < deadline, f"{active} active, not {number}, after {within} s"
-        time.sleep(0.05)
-    return stats
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +80,7 @@ def test_closed_connection_ends_its_stream(
 @pytest.mark.case(70)
 def test_answer_without_streaming_runs_to_its_end_without_its_client(server: ServeProcess) -> None:
     """Triton does not tell the model; only the limits of the request end it."""
-    connection = http_request(server, "generate", 300)
+    connection = http_request(server, "generate", 100)
     wait_for_active(server, 1)
     reset(connection)
     wait_for_active(server, 0)
@@ -140,7 +122,7 @@ def test_thousand_idle_streams_do_not_block_others(server: ServeProcess) -> None
     began = time.monotonic()
     assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 60)), 60)
     assert time.monotonic() - began < 20.0
-    question = grpc_transport.encode_request(ready_request(LLM_MODEL_NAME)).SerializeToString()
+    question = grpc_transport.encode_request(Request({"ready": True})).SerializeToString()
     for idle in held:
         idle.ask(question)
     for each in calls:

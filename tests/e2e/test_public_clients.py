@@ -18,16 +18,16 @@ import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as grpcclient
-from support.front_process import FrontProcess
-from support.plain_triton import (
-    PlainServer,
+from support.calls import (
+    WAIT_SECONDS,
+    assert_counts,
     generate_stream,
     infer,
-    repository_server,
+    make_inputs,
     stream_infer,
 )
-from support.server_process import assert_counts
-from tritonclient.utils import np_to_triton_dtype
+from support.front_process import FrontProcess
+from support.plain_triton import PlainServer, repository_server
 
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_server.serve.repository import OPTIONAL_MODELS
@@ -35,24 +35,11 @@ from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-WAIT = 60.0
 PROMPT = "1 2 3"
 NUM_TOKENS = 6
 COUNTDOWN, REST = "5 4 3", " 2 1 0"
 NEVER_SAID = "Ā"  # how the tokenizer writes a zero byte
 CODEC = TextCodec(DEMO_MODEL)
-NUMBERS = (
-    "kv_cache_alloc_new_blocks",
-    "kv_cache_reused_blocks",
-    "kv_cache_alloc_total_blocks",
-    "arrival_time_ns",
-    "first_scheduled_time_ns",
-    "first_token_time_ns",
-    "last_token_time_ns",
-    "acceptance_rate",
-    "total_accepted_draft_tokens",
-    "total_draft_tokens",
-)
 
 
 @pytest.fixture(scope="module")
@@ -78,104 +65,6 @@ def server(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[PlainSe
 @pytest.fixture
 def is_decoupled(request: pytest.FixtureRequest, server: PlainServer) -> bool:
     return bool(request.node.callspec.params["server"] == "--decoupled")
-
-
-def make_inputs(**values: Any) -> list[grpcclient.InferInput]:
-    inputs = []
-    for name, value in values.items():
-        array = np.asarray(value)
-        array = array.astype({"i": np.int32, "b": np.bool_}.get(array.dtype.kind, np.object_))
-        inputs.append(grpcclient.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
-        inputs[-1].set_data_from_numpy(array)
-    return inputs
-
-
-def test_inflight_batcher_llm_client(server: PlainServer, is_decoupled: bool) -> None:
-    """It says with a parameter, too, whether it streams: with whole answers and with stops."""
-    ids = list(range(40, 44))
-    inputs = {
-        "input_ids": [ids],
-        "input_lengths": [[len(ids)]],
-        "request_output_len": [[NUM_TOKENS]],
-        "streaming": [[is_decoupled]],
-        "return_perf_metrics": [[True]],
-        "return_log_probs": [[True]],
-    }
-    names = ("output_ids", "sequence_length", "cum_log_probs", "output_log_probs", *NUMBERS)
-    outputs = [grpcclient.InferRequestedOutput(name) for name in names]
-    stop = make_inputs(
-        input_ids=[[0]], input_lengths=[[0]], request_output_len=[[0]], stop=[[True]]
-    )
-    results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-
-    def put(result: Any, error: Any) -> None:
-        results.put((result, error))
-
-    found: list[int] = []
-    with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        if is_decoupled:
-            client.start_stream(callback=put)
-            # Its stream of tokens has no parameters; its stop has.
-            client.async_stream_infer(
-                "tensorrt_llm", make_inputs(**inputs), outputs=outputs, request_id="1"
-            )
-            client.async_stream_infer(
-                "tensorrt_llm", stop, request_id="1", parameters={"Streaming": True}
-            )
-            client.stop_stream()  # waits for what was asked
-        else:
-            for tensors in (make_inputs(**inputs), stop):
-                client.async_infer(
-                    "tensorrt_llm",
-                    tensors,
-                    outputs=outputs if tensors is not stop else None,
-                    request_id="1",
-                    callback=put,
-                    parameters={"Streaming": False},
-                )
-            results.put(results.get(timeout=WAIT))
-            results.put(results.get(timeout=WAIT))
-        num_acknowledged = 0
-        while not results.empty():
-            result, error = results.get()
-            assert error is None, error
-            if result.as_numpy("output_ids") is None:
-                num_acknowledged += 1
-                continue
-            assert result.as_numpy("cum_log_probs")[0].shape == (1,)
-            assert result.as_numpy("output_log_probs")[0].ndim == 2
-            assert all(result.as_numpy(name)[0][0] >= 0 for name in NUMBERS)
-            length = result.as_numpy("sequence_length")[0][0]
-            found += list(result.as_numpy("output_ids")[0][0])[:length]
-    assert num_acknowledged == 1
-    assert len(found) <= len(ids) + NUM_TOKENS  # cut wherever the stop came
-
-
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-@pytest.mark.parametrize("beam_width", [1, 3])
-def test_end_to_end_grpc_client(
-    server: PlainServer, is_decoupled: bool, model: str, beam_width: int
-) -> None:
-    tensors: dict[str, Any] = {
-        "text_input": [[PROMPT]],
-        "max_tokens": [[NUM_TOKENS]],
-        "beam_width": [[beam_width]],
-        "return_perf_metrics": [[True]],
-        "exclude_input_in_output": [[True]],
-    }
-    outputs = ("text_output", *NUMBERS)
-    for is_streaming in (False, True) if is_decoupled else (False,):
-        asked = {**tensors, "stream": [[is_streaming]]}
-        responses = stream_infer(server, model, asked, outputs)
-        text = ""
-        for result in responses:
-            assert "error" not in result, result
-            new = result["text_output"][0].decode("utf-8")
-            text = text + new if is_streaming and beam_width == 1 else new
-            assert result["text_output"].shape == (beam_width,)
-            assert all(result[name][0][0] >= 0 for name in NUMBERS)
-        assert len(responses) == 1 or is_streaming
-        assert_counts(PROMPT, text, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
@@ -220,6 +109,12 @@ HANDED_ON = {
 """What the peer's ensemble, and in part its client, hand on from preprocessing, wanted or not."""
 
 
+@pytest.mark.contract("preprocessing input", "QUERY REQUEST_OUTPUT_LEN")
+@pytest.mark.contract(
+    "preprocessing output", "INPUT_ID REQUEST_INPUT_LEN REQUEST_OUTPUT_LEN OUT_END_ID OUT_PAD_ID"
+)
+@pytest.mark.contract("postprocessing input", "TOKENS_BATCH SEQUENCE_LENGTH")
+@pytest.mark.contract("postprocessing output", "OUTPUT")
 def test_end_to_end_test(server: PlainServer) -> None:
     """It tokenises, generates and decodes in three calls, and compares with the ensemble."""
     words = {"BAD_WORDS_DICT": [[""]], "STOP_WORDS_DICT": [[""]]}
@@ -315,7 +210,7 @@ def test_clients_that_wait_for_the_end_and_ask_for_no_empty_one(
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(callback=put)
         client.async_stream_infer(model, make_inputs(**tensors))
-        assert has_ended.wait(WAIT)
+        assert has_ended.wait(WAIT_SECONDS)
     text = b"".join(texts.get() for _ in range(texts.qsize())).decode()
     assert_counts(PROMPT, text.removeprefix(PROMPT), NUM_TOKENS)
 
@@ -332,7 +227,7 @@ def test_benchmark_clients(server: PlainServer, model: str) -> None:
     body["return_num_output_tokens"] = True  # what comes behind the end may be no text
     endless = {"ignore_eos": True, "max_tokens": 100}
     for more, length in (({}, 0), ({"min_length": 12}, 12), (endless, 100)):
-        events = generate_stream(server, model, **{**body, **more})
+        events = list(generate_stream(server, model, **{**body, **more}))
         text = "".join(event["text_output"] for event in events)
         assert len(events) > 1 or length < 100  # tokens that pile up travel together
         assert text.startswith(REST), events

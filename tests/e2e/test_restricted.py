@@ -8,14 +8,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.calls import assert_counts
 from support.front_process import FrontProcess
 from support.plain_triton import PlainServer, repository_server
-from support.server_process import assert_counts
 
 from inflight_client import AccessDenied, AsyncInflightClient, InflightClient
 from inflight_client.address import Protocol
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PROMPT = "1 2 3 4"
 VALUE = "s3cret of mine"
@@ -24,7 +24,7 @@ NAMES: dict[Protocol, str] = {"grpc": "triton-grpc-protocol-infer-key", "http": 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[PlainServer]:
-    """Over gRPC it tells its health to nobody else either."""
+    """Over gRPC its health needs the key as well."""
     options = [
         f"--grpc-restricted-protocol=inference,health:infer-key={VALUE}",
         f"--http-restricted-api=inference:infer-key={VALUE}",
@@ -37,7 +37,6 @@ def address(server: PlainServer, protocol: Protocol) -> str:
     return server.grpc_url if protocol == "grpc" else server.http_url
 
 
-@pytest.mark.fast(1)
 @pytest.mark.parametrize("protocol", NAMES)
 def test_a_client_sends_the_key(server: PlainServer, protocol: Protocol) -> None:
     url, headers = address(server, protocol), {NAMES[protocol]: VALUE}
@@ -54,7 +53,6 @@ def test_a_client_sends_the_key(server: PlainServer, protocol: Protocol) -> None
     assert_counts(PROMPT, asyncio.run(generate()), 20)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, "another"])
 @pytest.mark.parametrize("protocol", NAMES)
 def test_without_it_the_header_is_named(
@@ -76,7 +74,6 @@ def test_without_it_the_header_is_named(
                 call()
 
 
-@pytest.mark.slow
 def test_the_front_sends_the_key(server: PlainServer, tmp_path: Path) -> None:
     file = tmp_path / "headers"
     file.write_text(f"{NAMES['grpc']}: {VALUE}\n")
@@ -91,7 +88,6 @@ def test_the_front_sends_the_key(server: PlainServer, tmp_path: Path) -> None:
     assert VALUE not in front.output
 
 
-@pytest.mark.slow
 def test_a_front_without_the_key_says_which_header_it_needs(
     server: PlainServer, tmp_path: Path
 ) -> None:

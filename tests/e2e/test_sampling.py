@@ -1,92 +1,43 @@
-"""Sampling inputs and outputs on the real server: over gRPC and HTTP, both models."""
+"""Sampling, beams, drafts and outputs on the real server: over gRPC and HTTP, both models."""
 
 from __future__ import annotations
 
-import json
 import queue
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from e2e.conftest import ServeFactory
+from support.calls import generate, make_inputs, stream_infer, stream_text, tensors_of
 from support.server_process import ServeProcess
-from tritonclient.utils import InferenceServerException
-
-from inflight_protocol import ENSEMBLE_INPUT_MAP, INPUT_BY_NAME
-from inflight_protocol.tensors import make_inputs
 
 pytestmark = pytest.mark.e2e
 
 PROMPT = "1 2 3 4"
-WAIT = 60.0
+LLM = "tensorrt_llm"
 
 
-def infer(
-    server: ServeProcess,
-    *outputs: str,
-    model: str = "tensorrt_llm",
-    **values: Any,
-) -> Iterator[dict[str, Any]]:
-    """The tensors of each response over a gRPC stream; an error raises."""
-    inner = {name: ENSEMBLE_INPUT_MAP.get(name, name) for name in values}
-    tensors = make_inputs({inner[name]: value for name, value in values.items()})
-    inputs = []
-    for name in values:
-        dtype, array = INPUT_BY_NAME[inner[name]].dtype, tensors[inner[name]]
-        tensor = grpcclient.InferInput(
-            name, list(array.shape), "BYTES" if dtype == "STRING" else dtype
-        )
-        tensor.set_data_from_numpy(array)
-        inputs.append(tensor)
-    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    wanted = [grpcclient.InferRequestedOutput(name) for name in outputs]
-    with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(callback=lambda result, error: results.put((result, error)))
-        client.async_stream_infer(
-            model, inputs, outputs=wanted or None, enable_empty_final_response=True
-        )
-        is_final = False
-        while not is_final:
-            result, error = results.get(timeout=WAIT)
-            if error is not None:
-                raise error
-            response = result.get_response()
-            is_final = response.parameters["triton_final_response"].bool_param
-            yield {out.name: result.as_numpy(out.name) for out in response.outputs}
+def infer(server: ServeProcess, *outputs: str, model: str = LLM, **values: Any) -> list[Any]:
+    """The responses of a gRPC stream; an error ends them as ``{"error": text}``."""
+    return stream_infer(server, model, tensors_of(**values), outputs)
 
 
-def generate(server: ServeProcess, model: str, **values: Any) -> dict[str, Any]:
-    """One whole answer over HTTP; an error is in ``error``."""
-    url = f"{server.http_url}/v2/models/{model}/generate"
-    answer = httpx.post(url, json=values, timeout=WAIT, trust_env=False).json()
-    assert isinstance(answer, dict)
-    return answer
+def tokens_of(response: dict[str, Any]) -> list[int]:
+    ids: list[int] = response["output_ids"].reshape(-1).tolist()
+    return ids
 
 
 @pytest.mark.contract("ensemble input", "stop_words")
 @pytest.mark.contract("tensorrt_llm of the LLM API output", "finish_reason")
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
+@pytest.mark.parametrize("model", ["ensemble", LLM])
 def test_stop_words_over_http(server: ServeProcess, model: str) -> None:
     """The demo model counts; "9 1" spans tokens, and nothing of it is to be seen."""
-    answer = generate(
-        server,
-        model,
-        text_input=PROMPT,
-        max_tokens=200,
-        stop_words=["9 1", "zz"],
-        exclude_input_in_output=True,
-    )
+    words = {"stop_words": ["9 1", "zz"], "exclude_input_in_output": True}
+    answer = generate(server, model, text_input=PROMPT, max_tokens=200, **words)
     assert answer == {**answer, "text_output": " 5 6 7 8 "}
-    url = f"{server.http_url}/v2/models/{model}/generate_stream"
-    body = {"text_input": PROMPT, "max_tokens": 200, "stop_words": ["9 1"], "stream": True}
-    text = ""
-    with httpx.stream("POST", url, json=body, timeout=WAIT, trust_env=False) as response:
-        for line in filter(None, response.iter_lines()):
-            text += json.loads(line.removeprefix("data:"))["text_output"]
-    assert text == " 5 6 7 8 "
+    stream = stream_text(server, PROMPT, 200, model=model, stop_words=["9 1"])
+    assert "".join(stream) == " 5 6 7 8 "
 
 
 @pytest.mark.contract(
@@ -103,38 +54,18 @@ def test_stop_words_over_http(server: ServeProcess, model: str) -> None:
 )
 @pytest.mark.contract("ensemble output", "*")
 @pytest.mark.contract("tensorrt_llm of the LLM API output", "*")
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
+@pytest.mark.parametrize("model", ["ensemble", LLM])
 def test_named_outputs_arrive(server: ServeProcess, model: str) -> None:
-    outputs = (
-        "text_output",
-        "finish_reason",
-        "output_log_probs",
-        "output_log_prob_ranks",
-        "cum_log_probs",
-        "generation_logits",
-        "context_logits",
-        "arrival_time_ns",
-        "last_token_time_ns",
-        "kv_cache_alloc_total_blocks",
-        "num_input_tokens",
-        "num_output_tokens",
-        "sequence_index",
-        "batch_index",
-    )
-    (answer,) = infer(
-        server,
-        *outputs,
-        model=model,
-        text_input=PROMPT,
-        max_tokens=5,
-        return_log_probs=True,
-        return_log_prob_ranks=True,
-        return_generation_logits=True,
-        return_context_logits=True,
-        return_perf_metrics=True,
-        return_num_input_tokens=True,
-        return_num_output_tokens=True,
-    )
+    flags = ("log_probs", "log_prob_ranks", "generation_logits", "context_logits", "perf_metrics")
+    counts = ("num_input_tokens", "num_output_tokens")
+    logits = ("generation_logits", "context_logits")
+    log_probs = ("output_log_probs", "output_log_prob_ranks", "cum_log_probs")
+    metrics = ("arrival_time_ns", "last_token_time_ns", "kv_cache_alloc_total_blocks")
+    others = ("text_output", "finish_reason", "sequence_index", "batch_index")
+    outputs = (*others, *log_probs, *logits, *metrics, *counts)
+    wanted = {f"return_{flag}": True for flag in (*flags, *counts)}
+    asked = {"text_input": PROMPT, "max_tokens": 5, **wanted}
+    (answer,) = infer(server, *outputs, model=model, **asked)
     assert set(answer) == set(outputs)
     assert answer["finish_reason"].item() == b"length"
     assert answer["num_input_tokens"].item() == len(PROMPT) + 1  # bytes, and what begins a text
@@ -171,15 +102,15 @@ def test_a_client_that_names_no_output_gets_what_it_asked_for(server: ServeProce
 def test_the_older_name_of_return_perf_metrics(server: ServeProcess) -> None:
     """That of v0.16 to v0.18."""
     for model, prompt in (
-        ("tensorrt_llm", {"input_ids": [5, 6], "request_output_len": 3}),
+        (LLM, {"input_ids": [5, 6], "request_output_len": 3}),
         ("ensemble", {"text_input": PROMPT, "max_tokens": 3}),
     ):
         asked: dict[str, Any] = {**prompt, "model": model, "return_kv_cache_reuse_stats": True}
         (answer,) = infer(server, **asked)
         names = ("kv_cache_alloc_total_blocks", "kv_cache_reused_blocks")
         assert sum(answer[name].item() for name in names) >= 1  # an earlier test's may be reused
-        with pytest.raises(InferenceServerException, match="'return_perf_metrics' is given twice"):
-            list(infer(server, **asked, return_perf_metrics=True))
+        (answer,) = infer(server, **asked, return_perf_metrics=True)
+        assert "'return_perf_metrics' is given twice" in answer["error"]
 
 
 @pytest.mark.slow
@@ -194,14 +125,10 @@ def test_a_response_for_every_token(serve: ServeFactory) -> None:
         sizes.put(error or result.as_numpy("sequence_length").item())
 
     values = {"input_ids": [5, 6], "request_output_len": num_tokens, "streaming": True}
-    inputs = []
-    for name, array in make_inputs(values).items():
-        inputs.append(grpcclient.InferInput(name, array.shape, INPUT_BY_NAME[name].dtype))
-        inputs[-1].set_data_from_numpy(array)
     with grpcclient.InferenceServerClient(running.grpc_url) as client:
         client.start_stream(callback=put)
         for _ in range(num_streams):
-            client.async_stream_infer("tensorrt_llm", inputs)
+            client.async_stream_infer(LLM, make_inputs(**tensors_of(**values)))
         client.stop_stream()  # waits for what was asked
     found = [sizes.get() for _ in range(sizes.qsize())]
     assert found == [1] * num_streams * num_tokens
@@ -211,42 +138,89 @@ def test_a_response_for_every_token(serve: ServeFactory) -> None:
 @pytest.mark.contract("ensemble output", "batch_index sequence_index")
 def test_several_sequences(server: ServeProcess) -> None:
     """Seeded: sequence 1 is what seed + 1 draws alone."""
-    values: dict[str, Any] = {
-        "input_ids": [5, 6, 7],
-        "request_output_len": 12,
-        "temperature": 50.0,
-        "runtime_top_p": 1.0,
-        "exclude_input_in_output": True,
-    }
+    values: dict[str, Any] = {"input_ids": [5, 6, 7], "request_output_len": 12}
+    values |= {"temperature": 50.0, "runtime_top_p": 1.0, "exclude_input_in_output": True}
     found: dict[int, list[int]] = {}
     for answer in infer(server, **values, num_return_sequences=3, seed=8, streaming=True):
-        if answer:
-            ids = answer["output_ids"].reshape(-1).tolist()
-            found.setdefault(answer["sequence_index"].item(), []).extend(ids)
+        found.setdefault(answer["sequence_index"].item(), []).extend(tokens_of(answer))
     assert sorted(found) == [0, 1, 2]
     assert len({tuple(ids) for ids in found.values()}) == 3
     for index, ids in found.items():
         (alone,) = infer(server, **values, seed=8 + index)
-        assert alone["output_ids"].reshape(-1).tolist() == ids
+        assert tokens_of(alone) == ids
 
 
 @pytest.mark.contract("tensorrt_llm input", "bad_words_list")
 @pytest.mark.case(36)
 def test_a_bad_word_that_is_every_token_is_an_error(server: ServeProcess) -> None:
-    """Acceptance 36: named, and nobody else is disturbed."""
+    """Acceptance 36: named, and no other request is affected."""
+
+    def error_of(**words: Any) -> str:
+        (answer,) = infer(server, input_ids=[5, 6], request_output_len=9, **words)
+        return str(answer["error"])
+
     (some,) = infer(server, input_ids=[5, 6], request_output_len=1, return_generation_logits=True)
     vocab_size = some["generation_logits"].shape[-1]
-    every = np.stack([np.arange(vocab_size), np.arange(1, vocab_size + 1)]).astype(np.int32)
-    with pytest.raises(Exception, match=r"forbid every token|more than 1024"):
-        list(infer(server, input_ids=[5, 6], request_output_len=9, bad_words_list=every))
-    bias = np.full(vocab_size, -np.inf, np.float32)
-    with pytest.raises(Exception, match="-inf for every token"):
-        list(infer(server, input_ids=[5, 6], request_output_len=9, embedding_bias=bias))
-    bias[7] = 0.0
-    rest: dict[str, Any] = {
-        "embedding_bias": bias,
-        "bad_words_list": np.array([[7], [1]], np.int32),
-    }
-    with pytest.raises(Exception, match="forbid every token"):
-        list(infer(server, input_ids=[5, 6], request_output_len=9, **rest))
+    every = [list(range(vocab_size)), list(range(1, vocab_size + 1))]
+    told = error_of(bad_words_list=every)
+    assert "forbid every token" in told or "more than 1024" in told
+    bias = np.full((1, vocab_size), -np.inf, np.float32)
+    assert "-inf for every token" in error_of(embedding_bias=bias)
+    bias[0, 7] = 0.0
+    assert "forbid every token" in error_of(embedding_bias=bias, bad_words_list=[[7], [1]])
     assert generate(server, "ensemble", text_input=PROMPT, max_tokens=8)["text_output"]
+
+
+def beams_of(response: dict[str, Any]) -> list[list[int]]:
+    rows = zip(response["output_ids"][0], response["sequence_length"][0], strict=True)
+    return [ids[:length].tolist() for ids, length in rows]
+
+
+@pytest.mark.contract("tensorrt_llm parameter", "max_beam_width")
+@pytest.mark.contract("ensemble input", "beam_width")
+@pytest.mark.case(27, 28)
+def test_beams_whole_and_as_they_grow(other_server: ServeProcess) -> None:
+    server = other_server
+    ask: dict[str, Any] = {"text_input": PROMPT, "max_tokens": 6, "beam_width": 3}
+    whole = generate(server, "ensemble", **ask, length_penalty=1.0, return_log_probs=True)
+    texts = whole["text_output"]
+    assert len(set(texts)) == 3
+    assert texts[0].startswith("1 2 3 4 5 6")
+    assert len(whole["cum_log_probs"]) == 3
+
+    tokens = ("output_ids", "sequence_length")
+    named = (*tokens, "text_output", "finish_reason")
+    stream = infer(server, *named, **ask, len_penalty=1.0, streaming=True)
+    assert [PROMPT + text.decode() for text in stream[-1]["text_output"]] == texts
+    lengths = [max(map(len, beams_of(response))) for response in stream]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1] == 6
+    assert stream[-1]["finish_reason"].tolist() == [[b"length"]]
+
+    (alone,) = infer(server, *tokens, **ask, len_penalty=1.0, exclude_input_in_output=True)
+    assert beams_of(alone) == beams_of(stream[-1])
+    (two,) = infer(server, *tokens, **ask, num_return_sequences=2)
+    assert two["output_ids"].shape[:2] == (1, 2)
+    error = generate(server, "ensemble", text_input=PROMPT, max_tokens=6, beam_width=4)["error"]
+    assert "'beam_width' is 4, more than max_beam_width = 3" in error
+
+
+def test_drafts_are_accepted_and_change_no_answer(
+    server: ServeProcess, other_server: ServeProcess
+) -> None:
+    """The demo model counts, so its text repeats pairs of tokens; and drafts of a client."""
+    values = {"text_input": "1 2 3 4 5 6 7 8 9 1 2 3", "max_tokens": 60, "temperature": 0.0}
+    answers = [generate(each, LLM, **values)["text_output"] for each in (server, other_server)]
+    assert answers[0] == answers[1]
+    asked: dict[str, Any] = {"input_ids": [5, 6, 7], "request_output_len": 12}
+    asked |= {"exclude_input_in_output": True, "return_perf_metrics": True}
+    (whole,) = infer(other_server, **asked)
+    tokens = tokens_of(whole)
+    drafts = [*tokens[:4], (tokens[4] + 1) % 10]
+    (told,) = infer(other_server, **asked, draft_input_ids=drafts)
+    assert tokens_of(told) == tokens
+    assert told["total_draft_tokens"].item() >= 5
+    assert told["total_accepted_draft_tokens"].item() >= 4
+    assert 0 < told["acceptance_rate"].item() <= 1
+    (answer,) = infer(other_server, input_ids=[5], request_output_len=9, draft_input_ids=[1] * 7)
+    assert "holds 7 tokens, more than max_draft_len = 6" in answer["error"]

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +14,15 @@ from typing import Any
 
 import httpx
 import pytest
-from e2e.test_contract import PeerClient, stats_of
-from support.server_process import ServeProcess, assert_counts, assert_counts_in_part, stream_text
+from e2e.conftest import ServeFactory
+from support.calls import (
+    PeerClient,
+    assert_counts,
+    assert_counts_in_part,
+    stats_of,
+    stream_text,
+)
+from support.server_process import ServeProcess
 from tokenizers import Tokenizer
 
 from inflight_client import InflightClient
@@ -119,65 +124,42 @@ def test_same_prompt_reuses_blocks_and_another_salt_does_not(
     assert 0 < metric(page, 'kv_cache_reuse_type="hit_rate"') < 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_values_are_refused_by_name(server: ServeProcess) -> None:
+    refused: list[tuple[dict[str, object], str]] = [
         ({"priority": 1.5}, "'priority' is 1.5; it must be a finite number, 0..1"),
         ({"cache_salt": "x" * 257}, "'cache_salt' has 257 bytes, outside 1..256"),
         ({"max_queue_time_ms": 0}, "'max_queue_time_ms' is 0, outside 1..2147483647"),
-    ],
-)
-@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_bad_values_are_refused_by_name(
-    server: ServeProcess, model: str, options: dict[str, object], message: str
-) -> None:
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        list(stream_text(server, "1 2 3", 5, model=model, **options))
+    ]
+    for model in ("tensorrt_llm", "ensemble"):
+        for options, message in refused:
+            with pytest.raises(RuntimeError, match=re.escape(message)):
+                list(stream_text(server, "1 2 3", 5, model=model, **options))
 
 
 def test_allotted_time_ends_an_answer_with_its_tokens(server: ServeProcess) -> None:
-    pieces = stream_text(server, "1 2 3", 8000, model="tensorrt_llm", allotted_time_ms=1000)
+    pieces = stream_text(server, "1 2 3", 8000, model="tensorrt_llm", allotted_time_ms=300)
     assert_counts_in_part("1 2 3", "".join(pieces), 8000)
     assert stats_of(server)["Used KV cache blocks"] == 0
 
 
-def test_command_line_sends_scheduling_options(server: ServeProcess) -> None:
-    command = [str(Path(sys.executable).parent / "inflight"), "generate", "1 2 3"]
-    command += ["--max-tokens=12", f"--url={server.grpc_url}"]
-    options = ["--priority=0.9", "--cache-salt=me", "--max-queue-time-ms=60000"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.stdout == " 4 5 6 7 8 9\n"
-    bad = subprocess.run([*command, "--priority=7"], capture_output=True, text=True)
-    assert bad.returncode == 1
-    assert "'priority' is 7; it must be a finite number, 0..1" in bad.stderr
-
-
 @pytest.mark.contract("tensorrt_llm parameter", "max_queue_size")
 def test_priorities_deadlines_and_max_queue_size_apply_to_the_queue(
-    serve: Callable[..., ServeProcess],
+    other_server: ServeProcess,
 ) -> None:
-    """One place and a queue of three; long prompts run in chunks under another chunking policy."""
-    server = serve(
-        settings={
-            "max_batch_size": 1,
-            "max_queue_size": 3,
-            "enable_chunked_context": "true",
-            "context_chunking_policy": "equal_progress",
-            "context_chunk_unit": 16,
-            "max_num_tokens": 64,
-        }
-    )
+    """Two places and a queue of three; long prompts run in chunks under another chunking policy."""
+    server = other_server
     with PeerClient(server.grpc_url) as client, PeerClient(server.grpc_url) as other:
-        client.send("runs", text_input="1 2 3", max_tokens=8000, stream=True)
         seen = Collected(client)
-        seen.until(lambda: bool(seen.texts))
+        for name in ("runs", "runs too"):
+            client.send(name, text_input="1 2 3", max_tokens=8000, stream=True)
+            seen.until_text(name, 1)
         client.send("low", text_input="10 11 12", max_tokens=30, stream=True, priority=0.0)
         client.send("high", text_input="20 21 22", max_tokens=30, stream=True, priority=1.0)
         with InflightClient(server.grpc_url) as asking:
             while (why := asking.why("low")).get("num_waiting") != 2:
                 assert why["state"] in ("queued", "not in flight")
         assert (why["state"], why["place"]) == ("queued", 2)
-        other.send("late", text_input="30", max_tokens=30, stream=True, max_queue_time_ms=1000)
+        other.send("late", text_input="30", max_tokens=30, stream=True, max_queue_time_ms=300)
         other.send("refused", text_input="40", max_tokens=30, stream=True, priority=1.0)
         errors = []
         for _ in range(2):
@@ -186,20 +168,22 @@ def test_priorities_deadlines_and_max_queue_size_apply_to_the_queue(
             errors.append(str(caught.value))
         client.send("runs", stop=True)
         seen.until(lambda: len(seen.finished) == 4)
+        client.send("runs too", stop=True)
+        seen.until(lambda: len(seen.finished) == 6)
         with PeerClient(server.grpc_url) as feed:
             feed.open_feed()
             prompt = " ".join(str(number) for number in range(100, 160))
             client.send("chunked", text_input=prompt, max_tokens=30, stream=True)
-            seen.until(lambda: len(seen.finished) == 5)
+            seen.until(lambda: len(seen.finished) == 7)
             stats = stats_until(feed, have_ended(1))
     assert any("Maximum queue size of 3 has been reached" in error for error in errors)
     assert any(
         "not started before its deadline: place 2 of 3 in the queue, "
-        "and all 1 places of max_batch_size are taken" in error
+        "and all 2 places of max_batch_size are taken" in error
         for error in errors
     )
-    assert seen.finished[:2] == ["runs", "runs"], "the acknowledgement of the stop, and the end"
-    assert seen.finished[2:] == ["high", "low", "chunked"]
+    # The acknowledgement of a stop, and the end.
+    assert seen.finished == ["runs"] * 2 + ["high", "low"] + ["runs too"] * 2 + ["chunked"]
     assert_counts_in_part("3", seen.texts["runs"], 8000)
     for name, prompt in (("low", "12"), ("high", "22"), ("chunked", "159")):
         assert_counts(prompt, seen.texts[name], 30)
@@ -212,7 +196,7 @@ def test_priorities_deadlines_and_max_queue_size_apply_to_the_queue(
 @pytest.mark.contract("metric", "nv_trt_llm_v1_metrics")
 @pytest.mark.slow
 def test_v1_answers_in_lock_step_with_its_own_statistics(
-    server: ServeProcess, serve: Callable[..., ServeProcess]
+    server: ServeProcess, serve: ServeFactory
 ) -> None:
     """The same text as with in-flight batching, in one piece although a stream was requested."""
     static = serve(settings={"gpt_model_type": "V1", "max_batch_size": 8})
@@ -253,7 +237,7 @@ def test_v1_answers_in_lock_step_with_its_own_statistics(
 
 @pytest.mark.slow
 def test_scheduler_and_processor_of_the_documentation_run_on_the_server(
-    serve: Callable[..., ServeProcess], tmp_path: Path
+    serve: ServeFactory, tmp_path: Path
 ) -> None:
     """examples/own_scheduler.py starts the shortest waiting request first; the code block of
     docs/sampling.md allows no token twice in a row."""

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,19 +20,20 @@ import httpx
 import pytest
 import tritonclient.grpc as grpc
 from e2e.conftest import ServeFactory
-from support.server_process import (
-    HOST,
-    MODEL,
-    ServeProcess,
+from support.calls import (
     assert_counts,
     assert_counts_in_part,
+    generate_stream,
+    make_inputs,
+    stats_of,
     stream_text,
+    tensors_of,
+    wait_for_active,
 )
-from tritonclient.utils import np_to_triton_dtype
+from support.server_process import HOST, MODEL, ServeProcess
 
 from inflight_client import InflightClient, InflightError
 from inflight_protocol import ERRORS, METRICS
-from inflight_protocol.tensors import make_inputs
 from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
@@ -52,25 +53,6 @@ def ask_until_refused(running: ServeProcess) -> None:
     """Ask again and again: the model looks for the wish to stop only ten times a second."""
     while True:
         list(stream_text(running, PROMPT, 1))
-
-
-def grpc_inputs(values: Mapping[str, Any]) -> list[grpc.InferInput]:
-    inputs = []
-    for name, array in values.items():
-        inputs.append(grpc.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
-        inputs[-1].set_data_from_numpy(array)
-    return inputs
-
-
-def wait_until_active(running: ServeProcess, number: int) -> None:
-    deadline = time.monotonic() + BOUND_SECONDS
-    while True:
-        with InflightClient(running.grpc_url) as client:
-            (stats,) = client.stats(follow=False)
-        if stats["Active Request Count"] == number:
-            return
-        assert time.monotonic() < deadline, stats
-        time.sleep(0.05)
 
 
 def remaining(first: str, stream: Iterator[str]) -> str:
@@ -94,18 +76,15 @@ def test_block_names_what_runs_and_what_to_type(server: ServeProcess) -> None:
     assert "Traceback" not in server.stderr
 
 
-@pytest.mark.parametrize("path", ["health", "models/tensorrt_llm", "models/ensemble"])
-def test_server_and_both_models_are_ready(server: ServeProcess, path: str) -> None:
-    assert get(f"{server.http_url}/v2/{path}/ready").status_code == 200
-
-
 def ask_ready(running: ServeProcess) -> httpx.Response:
     """The probe that tells the truth on every Triton: 24.10 says ready whatever the model does."""
     url = f"{running.http_url}/v2/models/tensorrt_llm/generate"
     return httpx.post(url, json={"ready": True}, timeout=10, trust_env=False)
 
 
-def test_the_question_whether_it_is_ready_is_answered(server: ServeProcess) -> None:
+def test_server_and_both_models_are_ready(server: ServeProcess) -> None:
+    for path in ("health", "models/tensorrt_llm", "models/ensemble"):
+        assert get(f"{server.http_url}/v2/{path}/ready").status_code == 200
     assert ask_ready(server).status_code == 200
 
 
@@ -152,14 +131,9 @@ def test_a_model_asked_for_is_served_with_its_own_setting(serve: ServeFactory) -
     assert running.stop() == 0
 
 
-def test_what_is_not_supported_is_refused_by_name_through_the_ensemble(
-    server: ServeProcess,
-) -> None:
+def test_the_ensemble_names_what_is_not_supported_or_missing(server: ServeProcess) -> None:
     with pytest.raises(RuntimeError, match="beam_width"):
         list(stream_text(server, PROMPT, 30, beam_width=2))
-
-
-def test_ensemble_names_a_missing_input(server: ServeProcess) -> None:
     url = f"{server.http_url}/v2/models/ensemble/generate_stream"
     answer = httpx.post(url, json={"text_input": PROMPT}, timeout=10, trust_env=False)
     assert answer.status_code == 400
@@ -187,22 +161,21 @@ def test_metrics_page_shows_the_batch_manager(server: ServeProcess) -> None:
     with pytest.raises(RuntimeError, match="temperature"):
         "".join(stream_text(server, "1 2 3", 20, temperature=-1.0))
     deadline = time.monotonic() + BOUND_SECONDS
-    with InflightClient(server.grpc_url) as client:
-        while True:
-            (stats,) = client.stats(follow=False)
-            page = get(server.metrics_url).text
-            shown = values_of(page)
-            is_counted = shown[refused] > num_refused  # Triton itself counts it as a success
-            expected = {
-                (family.name, value): stats[key]
-                for family in METRICS
-                for value, key in family.values.items()
-                # Memory in use moves by itself.
-                if isinstance(stats.get(key), int) and not key.startswith("Runtime")
-            }
-            if is_counted and {place: shown.get(place) for place in expected} == expected:
-                break
-            assert time.monotonic() < deadline, (expected, page)
+    while True:
+        stats = stats_of(server)
+        page = get(server.metrics_url).text
+        shown = values_of(page)
+        is_counted = shown[refused] > num_refused  # Triton itself counts it as a success
+        expected = {
+            (family.name, value): stats[key]
+            for family in METRICS
+            for value, key in family.values.items()
+            # Memory in use moves by itself.
+            if isinstance(stats.get(key), int) and not key.startswith("Runtime")
+        }
+        if is_counted and {place: shown.get(place) for place in expected} == expected:
+            break
+        assert time.monotonic() < deadline, (expected, page)
     assert len(expected) == 15
     for family in METRICS:
         assert f"# TYPE {family.name} {family.kind}" in page
@@ -245,7 +218,6 @@ def assert_refused(running: ServeProcess, *parts: str) -> None:
         assert part in line
 
 
-@pytest.mark.case(109)
 def num_wakeups(pid: int) -> int:
     """How often the threads of a process have gone to sleep so far."""
     key = "\nvoluntary_ctxt_switches:"
@@ -253,11 +225,13 @@ def num_wakeups(pid: int) -> int:
     return sum(int(text.partition(key)[2].split()[0]) for text in texts)
 
 
+@pytest.mark.slow
+@pytest.mark.case(109)
 def test_an_idle_server_sleeps(server: ServeProcess) -> None:
     """The launcher woke up 20 times in a second, the model process 260 times; now it is 2 and 10.
 
     What benchmarks/idle.py measures, without a clock of the processor."""
-    wait_until_active(server, 0)
+    wait_for_active(server, 0)
     bounds = {server.process.pid: 6, server.pid_of(MODEL): 40}
     deadline = time.monotonic() + BOUND_SECONDS
     while True:
@@ -306,58 +280,64 @@ def test_an_ipv6_address_is_all_that_is_listened_on(serve: ServeFactory) -> None
         assert listening_on(port) == {"1000000".rjust(32, "0")}
 
 
-@pytest.mark.parametrize("option", ["--http-port", "--grpc-port", "--metrics-port"])
-def test_port_in_use(serve: ServeFactory, option: str) -> None:
-    with socket.create_server((HOST, 0)) as other:
-        port = other.getsockname()[1]
-        running = serve(wait_for="", options=[f"{option}={port}"])
-        assert_refused(running, f"{option} {port}", HOST)
-
-
-def test_missing_folder(serve: ServeFactory, tmp_path: Path) -> None:
-    running = serve(wait_for="", model=tmp_path / "nowhere")
-    assert_refused(running, str(tmp_path / "nowhere"), "does not exist")
-
-
-def test_unknown_setting(serve: ServeFactory) -> None:
-    running = serve(wait_for="", settings={"max_batchsize": 4})
-    assert_refused(running, "max_batchsize", "did you mean max_batch_size?")
-
-
-def test_setting_out_of_bounds(serve: ServeFactory) -> None:
-    running = serve(wait_for="", settings={"max_batch_size": 0})
-    assert_refused(running, "max_batch_size is 0", "between 1 and 65536")
-
-
-@pytest.mark.case(108)
-def test_numpy_too_new(serve: ServeFactory, tmp_path: Path) -> None:
-    # What the check reads, the installed metadata, as an environment with numpy 2 has it.
+def with_numpy_2(tmp_path: Path) -> dict[str, Any]:
+    """What the check reads, the installed metadata, as an environment with numpy 2 has it."""
     metadata = tmp_path / "numpy-2.1.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 2.1.0\n")
-    running = serve(wait_for="", environment={"PYTHONPATH": str(tmp_path)})
-    assert_refused(running, "numpy 2.1.0 is too new", "'numpy<2'")
+    return {"environment": {"PYTHONPATH": str(tmp_path)}}
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """A copy of the demo model, to be spoilt."""
-    return Path(shutil.copytree(DEMO_MODEL, tmp_path / "checkpoint"))
-
-
-def test_unknown_architecture(serve: ServeFactory, checkpoint: Path) -> None:
+def with_another_architecture(tmp_path: Path) -> dict[str, Any]:
+    checkpoint = Path(shutil.copytree(DEMO_MODEL, tmp_path / "checkpoint"))
     config = json.loads((checkpoint / "config.json").read_text())
     config["architectures"] = ["MambaForCausalLM"]
     (checkpoint / "config.json").write_text(json.dumps(config))
-    assert_refused(serve(wait_for="", model=checkpoint), "MambaForCausalLM", "LlamaForCausalLM")
+    return {"model": checkpoint}
+
+
+def with_truncated_weights(tmp_path: Path) -> dict[str, Any]:
+    checkpoint = Path(shutil.copytree(DEMO_MODEL, tmp_path / "checkpoint"))
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return {"model": checkpoint}
+
+
+@pytest.mark.fast(1)
+@pytest.mark.case(102, 108)
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (with_another_architecture, ["MambaForCausalLM", "LlamaForCausalLM"]),
+        (with_truncated_weights, ["model.safetensors"]),
+        (with_numpy_2, ["numpy 2.1.0 is too new", "'numpy<2'"]),
+        (lambda tmp_path: {"model": tmp_path / "nowhere"}, ["/nowhere", "does not exist"]),
+        (
+            lambda _: {"settings": {"max_batchsize": 4}},
+            ["max_batchsize", "did you mean max_batch_size?"],
+        ),
+        (
+            lambda _: {"settings": {"max_batch_size": 0}},
+            ["max_batch_size is 0", "between 1 and 65536"],
+        ),
+    ],
+)
+def test_a_start_that_cannot_work_is_one_line(
+    serve: ServeFactory,
+    tmp_path: Path,
+    arguments: Callable[[Path], dict[str, Any]],
+    parts: list[str],
+) -> None:
+    assert_refused(serve(wait_for="", **arguments(tmp_path)), *parts)
 
 
 @pytest.mark.slow
-@pytest.mark.case(102)
-def test_truncated_weights(serve: ServeFactory, checkpoint: Path) -> None:
-    weights = checkpoint / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    assert_refused(serve(wait_for="", model=checkpoint), "model.safetensors")
+def test_port_in_use(serve: ServeFactory) -> None:
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+        for option in ("--http-port", "--grpc-port", "--metrics-port"):
+            running = serve(wait_for="", options=[f"{option}={port}"])
+            assert_refused(running, f"{option} {port}", HOST)
 
 
 # Stopping, asked for or not.
@@ -452,18 +432,13 @@ def test_the_drain_limit_ends_a_stream_with_an_error(serve: ServeFactory) -> Non
     assert running.wait() == 0
 
 
+@pytest.mark.slow
 def test_sigterm_while_loading(serve: ServeFactory) -> None:
     running = serve(wait_for="starting tritonserver")
     begin = time.monotonic()
     assert running.stop() == 0
     assert time.monotonic() - begin < BOUND_SECONDS
     assert running.error_lines == []
-
-
-def active_requests(running: ServeProcess) -> int:
-    with InflightClient(running.grpc_url) as client:
-        (stats,) = client.stats(follow=False)
-    return int(stats["Active Request Count"])
 
 
 @contextmanager
@@ -478,7 +453,7 @@ def unread(running: ServeProcess, body: dict[str, object]) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.case(71, 119)
-def test_streams_that_nobody_reads_end_and_so_does_a_server_that_died(serve: ServeFactory) -> None:
+def test_unread_streams_end_and_so_does_a_launcher_whose_server_died(serve: ServeFactory) -> None:
     """The kernel and Triton take all that is sent: only the age of a connection ends it over gRPC,
     and a limit of the request's own over HTTP."""
     running = serve(options=["--max-restarts=0", "--max-connection-seconds=1.5"])
@@ -491,11 +466,11 @@ def test_streams_that_nobody_reads_end_and_so_does_a_server_that_died(serve: Ser
 
     client = grpc.InferenceServerClient(running.grpc_url)
     client.start_stream(callback=hold)
-    values = make_inputs({"text_input": PROMPT, "max_tokens": LONG})
-    client.async_stream_infer("tensorrt_llm", grpc_inputs(values))
+    tensors = tensors_of(text_input=PROMPT, max_tokens=LONG)
+    client.async_stream_infer("tensorrt_llm", make_inputs(**tensors))
     with unread(running, {"text_input": PROMPT, "max_tokens": LONG, "stream": True}):
-        wait_until_active(running, 2)
-        wait_until_active(running, 0)
+        wait_for_active(running, 2)
+        wait_for_active(running, 0)
     is_over.set()
     assert is_cut.wait(20), "the limit of the request leaves the gRPC stream open"
     client.stop_stream(cancel_requests=True)
@@ -504,3 +479,33 @@ def test_streams_that_nobody_reads_end_and_so_does_a_server_that_died(serve: Ser
     assert running.wait() == 1
     (line,) = running.error_lines
     assert line.startswith("error: tritonserver ended (killed by SIGKILL)")
+
+
+def ask_often(running: ServeProcess, client: int) -> None:
+    """Three answers each to several questions; calls that are refused at once come between them."""
+    prompt = f"{100 * client + 100} {100 * client + 101}"
+    settings = {"max_tokens": 40, "temperature": 0, "n": 3}
+    body = {"text_input": prompt, "stream": True, "sampling_parameters": json.dumps(settings)}
+    bad = body | {"sampling_parameters": json.dumps(settings | {"top_p": 7})}
+    for _ in range(3):
+        events = generate_stream(running, "vllm_model", **body)
+        pieces = zip(*(event["text_output"] for event in events), strict=True)
+        for text in map("".join, pieces):
+            assert_counts(prompt, text, 40)
+        for _ in range(10):
+            (event,) = generate_stream(running, "vllm_model", **bad)
+            assert "'runtime_top_p' is 7" in event["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.case(118)
+def test_streams_that_are_relayed_side_by_side_come_to_their_ends(serve: ServeFactory) -> None:
+    """Triton's own way from model to model stood still within seconds: where a second response to a
+    call came while another began."""
+    running = serve(options=["--add=vllm_model"], settings={"stall_seconds": 5})
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(ask_often, running, client) for client in range(16)]
+        errors = [error for each in asked if (error := each.exception())]
+    assert not errors, running.stderr
+    assert "starting again" not in running.stderr
+    assert running.stop() == 0

@@ -1,4 +1,4 @@
-"""SGLang's router before two fronts: its fields that ask for nothing cost nobody an answer."""
+"""SGLang's router in front of two fronts, which must accept its neutral fields."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import httpx
 import openai
 import pytest
 from support import load_tools
+from support.calls import assert_counts
 from support.front_process import FrontProcess
-from support.server_process import HOST, START_SECONDS, ServeProcess, assert_counts, free_ports
+from support.server_process import HOST, START_SECONDS, ServeProcess, free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

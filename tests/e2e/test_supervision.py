@@ -16,22 +16,15 @@ from pathlib import Path
 
 import pytest
 from e2e.conftest import ServeFactory
-from support.server_process import (
-    HOST,
-    MODEL,
-    TRITONSERVER,
-    ServeProcess,
-    assert_counts,
-    start_serve,
-    stream_text,
-)
+from support.calls import assert_counts, stream_text
+from support.server_process import HOST, MODEL, TRITONSERVER, ServeProcess, start_serve
 
 from inflight_client import InflightClient, StreamInterrupted, grpc_transport
 from inflight_openai.triton_client import TritonClient
 from inflight_server.serve.repository import OPTIONAL_MODELS
 from inflight_server.serve.settings import DEMO_MODEL
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PROMPT = "1 2 3 4"
 BLS = "tensorrt_llm_bls"
@@ -89,20 +82,28 @@ def assert_holds_a_stream(recording: Path) -> None:
     assert any("a" in json.loads(line) for line in lines), "a stream was open for a while"
 
 
-def wait_until_recorded(recording: Path) -> None:
+def wait_for(running: ServeProcess, condition: Callable[[], bool]) -> None:
+    """Until it is true; a process that is not found yet is a ``ValueError``."""
+    deadline = time.monotonic() + RECOVER_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(ValueError):
+            if condition():
+                return
+        time.sleep(0.002)
+    raise AssertionError(running.stderr)
+
+
+def wait_until_recorded(running: ServeProcess, recording: Path) -> None:
     """Until an iteration is in the file, which is a quarter of a second behind."""
-    deadline = time.monotonic() + 30
-    while recording.read_bytes().count(b"\n") < 3:
-        assert time.monotonic() < deadline, "nothing is recorded"
-        time.sleep(0.02)
+    wait_for(running, lambda: recording.read_bytes().count(b"\n") >= 3)
 
 
 def wait_until_ready_again(running: ServeProcess, times: int) -> None:
-    deadline = time.monotonic() + RECOVER_SECONDS
-    while running.stderr.count("ready again") < times:
+    def is_ready() -> bool:
         assert running.process.poll() is None, running.stderr
-        assert time.monotonic() < deadline, running.stderr
-        time.sleep(0.02)
+        return running.stderr.count("ready again") >= times
+
+    wait_for(running, is_ready)
 
 
 @pytest.fixture
@@ -111,9 +112,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.mark.slow
 @pytest.mark.case(90, 119, 120)
-def test_killed_processes_are_replaced_until_it_makes_no_sense(
+def test_killed_processes_are_replaced_until_the_checkpoint_is_gone(
     serve: ServeFactory, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """As often as they are killed, but not for a checkpoint that is gone."""
@@ -132,7 +132,7 @@ def test_killed_processes_are_replaced_until_it_makes_no_sense(
     ]
     for number, kill in enumerate(kills, start=1):
         streams = OpenStreams(running, pool, added=[BLS])
-        wait_until_recorded(recording)
+        wait_until_recorded(running, recording)
         killed = time.monotonic()
         kill()
         streams.assert_ended_with_an_error(killed, NOTICE_SECONDS)
@@ -157,7 +157,6 @@ def test_killed_processes_are_replaced_until_it_makes_no_sense(
     assert "(killed by SIGKILL)" in running.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.case(88, 119)
 def test_what_hangs_is_replaced(serve: ServeFactory, pool: ThreadPoolExecutor) -> None:
     """The model process; that of tritonserver is in test_vitals.py and in the soak."""
@@ -171,7 +170,6 @@ def test_what_hangs_is_replaced(serve: ServeFactory, pool: ThreadPoolExecutor) -
     assert_serves(running)
 
 
-@pytest.mark.slow
 @pytest.mark.case(88, 119)
 def test_a_model_that_hangs_while_it_loads_again_is_replaced(serve: ServeFactory) -> None:
     """Whatever made the first one hang may do the same to the next; test_vitals.py has each way."""
@@ -186,7 +184,6 @@ def test_a_model_that_hangs_while_it_loads_again_is_replaced(serve: ServeFactory
     assert_serves(running)
 
 
-@pytest.mark.slow
 @pytest.mark.case(119)
 def test_a_first_load_that_a_signal_ends_is_begun_again(serve: ServeFactory) -> None:
     """As Triton's own aborts do on a busy machine."""
@@ -199,24 +196,12 @@ def test_a_first_load_that_a_signal_ends_is_begun_again(serve: ServeFactory) -> 
     assert_serves(running)
 
 
-def wait_for(running: ServeProcess, condition: Callable[[], bool]) -> None:
-    """Until it is true; a process that is looked for in vain is a ``ValueError``."""
-    deadline = time.monotonic() + RECOVER_SECONDS
-    while time.monotonic() < deadline:
-        with suppress(ValueError):
-            if condition():
-                return
-        time.sleep(0.001)
-    raise AssertionError(running.stderr)
-
-
 def wait_for_another_model(running: ServeProcess, first: int) -> int:
     """The process of the next model, which has just started."""
     wait_for(running, lambda: running.pid_of(MODEL) != first)
     return running.pid_of(MODEL)
 
 
-@pytest.mark.slow
 @pytest.mark.case(124)
 def test_nothing_outlives_a_launcher_that_was_killed(
     serve: ServeFactory, pool: ThreadPoolExecutor
@@ -256,8 +241,7 @@ async def is_well_for_the_front(running: ServeProcess) -> bool:
         await client.close()
 
 
-@pytest.mark.slow
-def test_who_waits_for_a_machine_that_is_gone_hears_of_it(
+def test_a_stream_from_a_machine_that_is_gone_ends_with_an_error(
     serve: ServeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No packet says that a machine has lost its power: a server that is frozen says as little.
@@ -272,7 +256,6 @@ def test_who_waits_for_a_machine_that_is_gone_hears_of_it(
     assert isinstance(error, StreamInterrupted)
 
 
-@pytest.mark.slow
 @pytest.mark.case(88)
 def test_a_loop_that_is_stuck_ends_its_streams_itself(serve: ServeFactory) -> None:
     """And is not ready, whatever Triton says, until it is replaced."""

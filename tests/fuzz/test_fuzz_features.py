@@ -139,7 +139,7 @@ def test_what_is_accepted_is_served_to_its_end(
         assert len(errors) <= 1
         for error in errors:
             message = str(error)
-            assert "could not be" not in message, "an exception nobody thought of"
+            assert "could not be" not in message, "an unexpected exception"
             assert "failed" not in message, "it reached the loop and raised there"
             assert_tells_nothing_internal(message)
             assert error.code != FakePbUtils.TritonError.INTERNAL

@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 CODEC = TextCodec(DEMO_MODEL)
 AnyRelay = vllm_model.TritonPythonModel | bls_model.TritonPythonModel
 OURS = ("could not be", "failed")
-"""Words in the errors for what nobody thought of."""
+"""Words in the errors for unexpected exceptions."""
 
 
 def config_of(model: str) -> Any:
@@ -83,7 +83,9 @@ ANSWER = {
 
 def check_text_model(convert: Convert, config: Any, inputs: Tensors, good: Tensors) -> None:
     """One request beside a good one: an answer of the types and ranks promised, or a name."""
-    [response, other] = respond(FakePbUtils, [FakeRequest(inputs), FakeRequest(good)], convert)
+    [response, other] = [
+        respond(FakePbUtils, FakeRequest(each), convert) for each in (inputs, good)
+    ]
     assert other.error is None
     if response.error is not None:
         assert_is_named(response.error)

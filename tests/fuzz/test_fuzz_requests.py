@@ -76,7 +76,7 @@ def test_any_tensors_are_served_or_refused_by_name(
     errors = [response.error for response in sender.responses if response.error is not None]
     for error in errors:
         message = str(error)
-        assert message != "the request could not be read", "an exception nobody thought of"
+        assert message != "the request could not be read", "an unexpected exception"
         assert "failed" not in message, "it reached the loop and raised there"
         assert_tells_nothing_internal(message)
         assert error.code != FakePbUtils.TritonError.INTERNAL

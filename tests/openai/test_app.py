@@ -8,10 +8,10 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
 
+import anyio
 import httpx
 import pytest
 from client.conftest import Local
@@ -29,9 +29,7 @@ from support.openai_front import (
 )
 
 from inflight_client.errors import InvalidArgument
-from inflight_client.grpc_transport import encode_bytes
 from inflight_openai import app as app_module
-from inflight_openai import chat, triton_client
 from inflight_openai.app import cors
 from inflight_openai.generation import parse_chat
 from inflight_openai.server import serving
@@ -39,33 +37,27 @@ from inflight_openai.settings import FrontSettings
 
 WAIT_SECONDS = 60.0
 MIB = 2**20
-SLOW_TEMPLATE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
-_Result = TypeVar("_Result")
+pytestmark = pytest.mark.anyio
 
 
-def finish(work: Awaitable[_Result]) -> _Result:
-    """The result of ``work``, which must not take for ever."""
-
-    async def wait() -> _Result:
-        return await asyncio.wait_for(work, WAIT_SECONDS)
-
-    return asyncio.run(wait())
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 async def until(is_so: Any) -> None:
-    while not is_so():
-        await asyncio.sleep(GAP_SECONDS)
+    with anyio.fail_after(WAIT_SECONDS):
+        while not is_so():
+            await asyncio.sleep(GAP_SECONDS)
 
 
-def request(local: Local, method: str, path: str, *, body: Any = None, **settings: Any) -> Any:
+async def request(
+    local: Local, method: str, path: str, *, body: Any = None, **settings: Any
+) -> Any:
     """The response to one request to a front of ``local``."""
-
-    async def ask() -> httpx.Response:
-        async with front_of(local, **settings) as client:
-            return await client.request(method, path, json=body)
-
-    return finish(ask())
+    async with front_of(local, **settings) as client:
+        return await client.request(method, path, json=body)
 
 
 def answer_one_token_and_wait(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
@@ -79,10 +71,11 @@ def answer_nothing(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, An
 
 
 @pytest.mark.parametrize("refusal", ["", "[UNAVAILABLE] the server is shutting down"])
-def test_health_asks_the_model(local_grpc: Local, refusal: str) -> None:
+async def test_health_asks_the_model(local_grpc: Local, refusal: str) -> None:
     """Triton calls it ready all the same."""
     local_grpc.triton.refusal = refusal
-    assert request(local_grpc, "GET", "/health").status_code == (503 if refusal else 200)
+    answer = await request(local_grpc, "GET", "/health")
+    assert answer.status_code == (503 if refusal else 200)
 
 
 @pytest.mark.parametrize(
@@ -94,17 +87,18 @@ def test_health_asks_the_model(local_grpc: Local, refusal: str) -> None:
         ("GET", "/v1/models/other", 404, "the model does not exist here; this is demo"),
     ],
 )
-def test_a_call_that_does_not_exist_names_those_that_do(
+async def test_a_call_that_does_not_exist_names_those_that_do(
     local_grpc: Local, method: str, path: str, status: int, hint: str
 ) -> None:
-    answer = request(local_grpc, method, path)
+    answer = await request(local_grpc, method, path)
     assert answer.status_code == status
     assert answer.json()["error"]["message"].startswith(hint)
 
 
 @pytest.mark.parametrize("path", ["/v1/models/org/name", "/v1/models/org%2Fname"])
-def test_the_name_of_a_model_may_have_slashes(local_grpc: Local, path: str) -> None:
-    assert request(local_grpc, "GET", path, served_name="org/name").json()["id"] == "org/name"
+async def test_the_name_of_a_model_may_have_slashes(local_grpc: Local, path: str) -> None:
+    answer = await request(local_grpc, "GET", path, served_name="org/name")
+    assert answer.json()["id"] == "org/name"
 
 
 @pytest.mark.parametrize(
@@ -115,47 +109,51 @@ def test_the_name_of_a_model_may_have_slashes(local_grpc: Local, path: str) -> N
         ("http://{}/v2/models/none/ready", 502, "answers 400"),
     ],
 )
-def test_a_missing_metrics_page_is_an_error_without_its_address(
+async def test_a_missing_metrics_page_is_an_error_without_its_address(
     local_grpc: Local, local_http: Local, url: str, status: int, words: str
 ) -> None:
     own = url.format(local_http.url)
-    answer = request(local_grpc, "GET", "/metrics", metrics_url=own)
+    answer = await request(local_grpc, "GET", "/metrics", metrics_url=own)
     message = answer.json()["error"]["message"]
     assert (answer.status_code, words in message, "127.0.0.1" in message) == (status, True, False)
 
 
-def test_a_client_s_request_id_is_not_used_on_the_server(local_grpc: Local) -> None:
+async def test_a_client_s_request_id_is_not_used_on_the_server(local_grpc: Local) -> None:
     """Two of the same would clash there."""
 
-    async def ask() -> list[str]:
-        async with front_of(local_grpc) as client:
-            body = COMPLETION | {"request_id": "mine"}
-            return [json.loads((await post(client, COMPLETIONS_PATH, body))[1])["id"] for _ in "12"]
-
-    assert finish(ask()) == ["cmpl-mine"] * 2
+    body = COMPLETION | {"request_id": "mine"}
+    async with front_of(local_grpc) as client:
+        for _ in range(2):
+            _, text = await post(client, COMPLETIONS_PATH, body)
+            assert json.loads(text)["id"] == "cmpl-mine"
     ids = [arrival.request_id for arrival in local_grpc.triton.arrivals]
     assert len(set(ids)) == len(ids)
     assert "cmpl-mine" not in ids
 
 
-def test_headers_of_the_settings_go_with_every_call(local_grpc: Local) -> None:
+async def test_headers_of_the_settings_go_with_every_call(local_grpc: Local) -> None:
     name, value = "inflight-key", "s3cret"
     local_grpc.triton.key = (name, value)
     headers = {f"triton-grpc-protocol-{name}": value}
     for settings, status in (({"headers": headers}, 200), ({}, 503)):
-        health = request(local_grpc, "GET", "/health", **settings)
-        answer = request(local_grpc, "POST", COMPLETIONS_PATH, body=COMPLETION, **settings)
+        health = await request(local_grpc, "GET", "/health", **settings)
+        answer = await request(local_grpc, "POST", COMPLETIONS_PATH, body=COMPLETION, **settings)
         assert (health.status_code, answer.status_code) == (status, status)
         assert name not in answer.text
     assert value not in repr(FrontSettings(headers=headers))
 
 
-def test_a_failure_in_mid_stream_is_an_event(
-    local_grpc: Local, caplog: pytest.LogCaptureFixture
+def answer_with_a_strange_index(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
+    for index in (0, 7):
+        yield {"text_output": ["x"], "sequence_length": [1], "sequence_index": [index]}
+
+
+async def test_a_failure_in_mid_stream_is_an_event(
+    local_grpc: Local, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    local_grpc.triton.is_strange = True
+    monkeypatch.setattr(LocalTriton, "answer", answer_with_a_strange_index)
     body = {**COMPLETION, "n": 2, "stream": True}
-    answer = request(local_grpc, "POST", COMPLETIONS_PATH, body=body)
+    answer = await request(local_grpc, "POST", COMPLETIONS_PATH, body=body)
     assert answer.status_code == 200
     error, done = [line.removeprefix("data: ") for line in answer.text.splitlines() if line][-2:]
     assert (json.loads(error)["error"]["message"], done) == ("the request failed", "[DONE]")
@@ -182,49 +180,36 @@ def test_a_failure_in_mid_stream_is_an_event(
         ([b" " * 1500] * 4, {}, 413),  # chunked
     ],
 )
-def test_encoding_and_size_of_a_body(
+async def test_encoding_and_size_of_a_body(
     local_grpc: Local, content: Any, headers: Mapping[str, str], status: int
 ) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for chunk in content:
             yield chunk
 
-    async def ask() -> tuple[int, Any]:
-        async with front_of(local_grpc, max_body_bytes=4096) as client:
-            body = chunks() if isinstance(content, list) else content
-            answer = await client.post(COMPLETIONS_PATH, content=body, headers=headers)
-            return answer.status_code, answer.json()
-
-    found, answer = finish(ask())
-    assert (found, "error" in answer) == (status, status != 200)
+    async with front_of(local_grpc, max_body_bytes=4096) as client:
+        body = chunks() if isinstance(content, list) else content
+        answer = await client.post(COMPLETIONS_PATH, content=body, headers=headers)
+    assert (answer.status_code, "error" in answer.json()) == (status, status != 200)
 
 
-def test_a_slow_body_holds_a_place(local_grpc: Local) -> None:
+async def test_a_slow_body_holds_a_place(local_grpc: Local) -> None:
     """So the number of places bounds the bodies in memory."""
+    is_over = asyncio.Event()
 
-    async def ask() -> None:
-        is_admitted, is_over = asyncio.Event(), asyncio.Event()
+    async def slow_body() -> AsyncIterator[bytes]:
+        yield json.dumps(COMPLETION).encode()[:-1]
+        await is_over.wait()
+        yield b"}"
 
-        async def slow_body() -> AsyncIterator[bytes]:
-            yield json.dumps(COMPLETION).encode()[:-1]
-            is_admitted.set()
-            await is_over.wait()
-            yield b"}"
-
-        async with (
-            app_of(local_grpc, max_requests=1) as app,
-            client_of(app) as client,
-        ):
-            slow = asyncio.create_task(client.post(COMPLETIONS_PATH, content=slow_body()))
-            await is_admitted.wait()
-            await until(lambda: app.admission.num_running)
-            status, text = await post(client, COMPLETIONS_PATH, COMPLETION)
-            assert (status, "1 requests are running" in text) == (429, True)
-            is_over.set()
-            assert (await slow).status_code == 200
-            assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 200
-
-    finish(ask())
+    async with app_of(local_grpc, max_requests=1) as app, client_of(app) as client:
+        slow = asyncio.create_task(client.post(COMPLETIONS_PATH, content=slow_body()))
+        await until(lambda: app.admission.num_running)
+        status, text = await post(client, COMPLETIONS_PATH, COMPLETION)
+        assert (status, "1 requests are running" in text) == (429, True)
+        is_over.set()
+        assert (await slow).status_code == 200
+        assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 200
 
 
 async def raw_request(app: Any, body: bytes, size: int) -> tuple[Any, Any]:
@@ -235,42 +220,35 @@ async def raw_request(app: Any, body: bytes, size: int) -> tuple[Any, Any]:
     return reader, writer
 
 
-def test_a_body_that_does_not_arrive_is_a_408(local_grpc: Local) -> None:
-    async def ask() -> bytes:
-        async with app_of(local_grpc, body_timeout=0.3) as app, serving(app) as [listening]:
-            reader, writer = await raw_request(listening.getsockname(), b"", 9)
-            answer: bytes = await reader.read()  # to the end: the connection is closed
-            writer.close()
-            return answer
-
-    assert finish(ask()).startswith(b"HTTP/1.1 408 ")
+async def test_a_body_that_does_not_arrive_is_a_408(local_grpc: Local) -> None:
+    async with app_of(local_grpc, body_timeout=0.3) as app, serving(app) as [listening]:
+        reader, writer = await raw_request(listening.getsockname(), b"", 9)
+        answer: bytes = await reader.read()  # to the end: the connection is closed
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
 
 
 # Clients that leave or do not read.
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-def test_a_client_that_leaves_cancels_its_request(
+async def test_a_client_that_leaves_cancels_its_request(
     local_grpc: Local, monkeypatch: pytest.MonkeyPatch, is_streaming: bool
 ) -> None:
     """Before the first token."""
     monkeypatch.setattr(LocalTriton, "answer", answer_nothing)
     body = json.dumps({**COMPLETION, "stream": is_streaming}).encode()
-
-    async def ask() -> None:
-        async with app_of(local_grpc) as app, serving(app) as [listening]:
-            _, writer = await raw_request(listening.getsockname(), body, len(body))
-            await until(lambda: local_grpc.triton.arrivals)
-            assert app.admission.num_running == 1
-            writer.close()
-            await until(local_grpc.triton.arrivals[0].is_left.is_set)
-            await until(lambda: not app.admission.num_running)
-
-    finish(ask())
+    async with app_of(local_grpc) as app, serving(app) as [listening]:
+        _, writer = await raw_request(listening.getsockname(), body, len(body))
+        await until(lambda: local_grpc.triton.arrivals)
+        assert app.admission.num_running == 1
+        writer.close()
+        await until(local_grpc.triton.arrivals[0].is_left.is_set)
+        await until(lambda: not app.admission.num_running)
 
 
 @pytest.mark.parametrize("size", [5, 0])
-def test_a_client_that_leaves_before_its_request_is_parsed_frees_its_place(
+async def test_a_client_that_leaves_before_its_request_is_parsed_frees_its_place(
     local_grpc: Local, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """While its body arrives, and while it waits for a thread."""
@@ -282,20 +260,16 @@ def test_a_client_that_leaves_before_its_request_is_parsed_frees_its_place(
         raise ValueError
 
     monkeypatch.setattr(app_module, "parse_completion", parse)
-
-    async def ask() -> None:
-        async with app_of(local_grpc) as app, serving(app) as [listening]:
-            address = listening.getsockname()
-            _, holder = await raw_request(address, b"", 0)
-            await until(lambda: app.admission.num_running == 1)
-            _, leaving = await raw_request(address, b"", size)
-            await until(lambda: app.admission.num_running == 2)
-            leaving.close()
-            await until(lambda: app.admission.num_running == 1)
-            is_over.set()
-            holder.close()
-
-    finish(ask())
+    async with app_of(local_grpc) as app, serving(app) as [listening]:
+        address = listening.getsockname()
+        _, holder = await raw_request(address, b"", 0)
+        await until(lambda: app.admission.num_running == 1)
+        _, leaving = await raw_request(address, b"", size)
+        await until(lambda: app.admission.num_running == 2)
+        leaving.close()
+        await until(lambda: app.admission.num_running == 1)
+        is_over.set()
+        holder.close()
 
 
 def answer_at_length(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
@@ -307,173 +281,114 @@ def answer_at_length(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_streaming", [False, True])
-def test_a_client_that_does_not_read_holds_a_place_until_it_is_hung_up(
+async def test_a_client_that_does_not_read_holds_a_place_until_it_is_hung_up(
     local_grpc: Local, monkeypatch: pytest.MonkeyPatch, is_streaming: bool
 ) -> None:
     monkeypatch.setattr(LocalTriton, "answer", answer_at_length)
     large = json.dumps({**COMPLETION, "max_tokens": 97, "stream": is_streaming}).encode()
-
-    async def ask() -> None:
-        async with (
-            app_of(local_grpc, max_requests=1, timeout=3.0) as app,
-            serving(app) as [listening],
-        ):
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            address = listening.getsockname()
-            with socket.socket() as silent:
-                silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                silent.connect(address)
-                head = f"POST {COMPLETIONS_PATH} HTTP/1.1\r\nHost: x\r\n"
-                head += f"Content-Length: {len(large)}\r\n\r\n"
-                silent.sendall(head.encode() + large)
-                await until(lambda: local_grpc.triton.arrivals)
-                await until(local_grpc.triton.arrivals[0].is_completed.is_set)
-                url = f"http://{address[0]}:{address[1]}"
-                async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-                    begin = time.monotonic()
-                    assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 429
-                    await until(lambda: not app.admission.num_running)
-                    assert time.monotonic() - begin < 10
-                    assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 200
-                silent.settimeout(WAIT_SECONDS)
-                received = sum(map(len, iter(lambda: silent.recv(MIB), b"")))
-                assert received < MIB, "the connection ended before the answer"
-
-    finish(ask())
+    async with app_of(local_grpc, max_requests=1, timeout=3.0) as app, serving(app) as [listening]:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        address = listening.getsockname()
+        with socket.socket() as silent:
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            silent.connect(address)
+            head = f"POST {COMPLETIONS_PATH} HTTP/1.1\r\nHost: x\r\n"
+            head += f"Content-Length: {len(large)}\r\n\r\n"
+            silent.sendall(head.encode() + large)
+            await until(lambda: local_grpc.triton.arrivals)
+            await until(local_grpc.triton.arrivals[0].is_completed.is_set)
+            url = f"http://{address[0]}:{address[1]}"
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+                begin = time.monotonic()
+                assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 429
+                await until(lambda: not app.admission.num_running)
+                assert time.monotonic() - begin < 10
+                assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 200
+            silent.settimeout(WAIT_SECONDS)
+            received = sum(map(len, iter(lambda: silent.recv(MIB), b"")))
+            assert received < MIB, "the connection ended before the answer"
 
 
 # Time and threads.
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-def test_an_answer_that_takes_too_long_is_a_504(
+async def test_an_answer_that_takes_too_long_is_a_504(
     local_grpc: Local, monkeypatch: pytest.MonkeyPatch, is_streaming: bool
 ) -> None:
     monkeypatch.setattr(LocalTriton, "answer", answer_nothing)
     body = {**COMPLETION, "stream": is_streaming}
-    answer = request(local_grpc, "POST", COMPLETIONS_PATH, body=body, timeout=0.5)
+    answer = await request(local_grpc, "POST", COMPLETIONS_PATH, body=body, timeout=0.5)
     assert (answer.status_code, "took too long" in answer.text) == (504, True)
     assert local_grpc.triton.arrivals[0].is_left.wait(WAIT_SECONDS)
 
 
-@pytest.mark.slow
-def test_a_slow_template_delays_its_own_request_only(
-    local_grpc: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat, "MAX_SECONDS", 2.0)
-    template = tmp_path / "template.jinja"
-    template.write_text(SLOW_TEMPLATE)
-
-    async def ask() -> tuple[int, str, int]:
-        async with front_of(local_grpc, chat_template=template) as client:
-            slow = asyncio.create_task(post(client, CHATS_PATH, CHAT))
-            num_served = 0
-            while not slow.done():
-                assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 200
-                num_served += 1
-            return *await slow, num_served
-
-    status, text, num_served = finish(ask())
-    assert (status, "it takes longer than 2 s" in text) == (400, True)
-    assert num_served > 3
-
-
-def test_chats_that_are_slow_to_parse_delay_chats_only(
-    local_grpc: Local, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_over = threading.Event()
+@pytest.fixture
+def parsing_may_end(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Chats are parsed when it is set."""
+    may_end = threading.Event()
 
     def parse_late(*arguments: Any) -> Any:
-        assert is_over.wait(WAIT_SECONDS / 2)
+        assert may_end.wait(WAIT_SECONDS / 2)
         return parse_chat(*arguments)
 
     monkeypatch.setattr(app_module, "parse_chat", parse_late)
-
-    async def ask() -> list[int]:
-        async with front_of(local_grpc) as client:
-            chats = [asyncio.create_task(post(client, CHATS_PATH, CHAT)) for _ in range(12)]
-            for _ in range(3):
-                assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 200
-            assert not any(chat.done() for chat in chats)
-            is_over.set()
-            return [status for status, _ in await asyncio.gather(*chats)]
-
-    assert finish(ask()) == [200] * 12
+    return may_end
 
 
-def test_a_request_that_waits_too_long_for_a_thread_is_a_503(
-    local_grpc: Local, monkeypatch: pytest.MonkeyPatch
+async def test_chats_that_are_slow_to_parse_delay_chats_only(
+    local_grpc: Local, parsing_may_end: threading.Event
+) -> None:
+    async with front_of(local_grpc) as client:
+        chats = [asyncio.create_task(post(client, CHATS_PATH, CHAT)) for _ in range(12)]
+        for _ in range(3):
+            assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 200
+        assert not any(chat.done() for chat in chats)
+        parsing_may_end.set()
+        assert [status for status, _ in await asyncio.gather(*chats)] == [200] * 12
+
+
+async def test_a_request_that_waits_too_long_for_a_thread_is_a_503(
+    local_grpc: Local, parsing_may_end: threading.Event
 ) -> None:
     """The two that have a thread take longer, and are answered."""
-    is_over = threading.Event()
-
-    def parse_late(*arguments: Any) -> Any:
-        assert is_over.wait(WAIT_SECONDS / 2)
-        return parse_chat(*arguments)
-
-    monkeypatch.setattr(app_module, "parse_chat", parse_late)
-
-    async def ask() -> None:
-        async with front_of(local_grpc, thread_timeout=0.2) as client:
-            chats = [asyncio.create_task(post(client, CHATS_PATH, CHAT)) for _ in range(3)]
-            [first], others = await asyncio.wait(chats, return_when=asyncio.FIRST_COMPLETED)
-            status, text = await first
-            assert (status, "too many requests are being read" in text) == (503, True)
-            is_over.set()
-            assert [status for status, _ in await asyncio.gather(*others)] == [200] * 2
-
-    finish(ask())
-
-
-def test_requests_are_encoded_in_a_thread(
-    local_grpc: Local, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = []
-
-    def noted(call: Any) -> bytes:
-        threads.append(threading.current_thread())
-        return encode_bytes(call)
-
-    monkeypatch.setattr(triton_client, "encode_bytes", noted)
-    body = {**COMPLETION, "logit_bias": {"5": 1}}
-    assert request(local_grpc, "POST", COMPLETIONS_PATH, body=body).status_code == 200
-    assert len(threads) == 1
-    assert threads[0] is not threading.main_thread()
+    async with front_of(local_grpc, thread_timeout=0.2) as client:
+        chats = [asyncio.create_task(post(client, CHATS_PATH, CHAT)) for _ in range(3)]
+        [first], others = await asyncio.wait(chats, return_when=asyncio.FIRST_COMPLETED)
+        status, text = await first
+        assert (status, "too many requests are being read" in text) == (503, True)
+        parsing_may_end.set()
+        assert [status for status, _ in await asyncio.gather(*others)] == [200] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.case(100, 126)
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_requests_that_run_at_the_drain_limit_are_told_so(
+async def test_requests_that_run_at_the_drain_limit_are_told_so(
     local_grpc: Local, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     monkeypatch.setattr(LocalTriton, "answer", answer_one_token_and_wait)
-    triton = local_grpc.triton
+    triton, lines = local_grpc.triton, list[str]()
 
-    async def ask() -> tuple[list[str], httpx.Response, float]:
-        async with (
-            app_of(local_grpc, drain_seconds=seconds) as app,
-            httpx.AsyncClient(trust_env=False, timeout=WAIT_SECONDS) as client,
-        ):
-            lines: list[str] = []
+    async def stream(client: httpx.AsyncClient, url: str) -> None:
+        body = {**COMPLETION, "stream": True}
+        async with client.stream("POST", url, json=body) as answer:
+            async for line in answer.aiter_lines():
+                lines.append(line)
 
-            async def stream() -> None:
-                body = {**COMPLETION, "stream": True}
-                async with client.stream("POST", url, json=body) as answer:
-                    async for line in answer.aiter_lines():
-                        lines.append(line)
-
-            async with serving(app) as [listening]:
-                url = f"http://127.0.0.1:{listening.getsockname()[1]}{COMPLETIONS_PATH}"
-                whole = asyncio.create_task(client.post(url, json=COMPLETION))
-                streamed = asyncio.create_task(stream())
-                await until(lambda: lines and len(triton.arrivals) == 2)
-                begin = time.monotonic()
-            duration = time.monotonic() - begin
-            await streamed
-            return lines, await whole, duration
-
-    lines, whole, duration = finish(ask())
+    async with (
+        app_of(local_grpc, drain_seconds=seconds) as app,
+        httpx.AsyncClient(trust_env=False, timeout=WAIT_SECONDS) as client,
+    ):
+        async with serving(app) as [listening]:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}{COMPLETIONS_PATH}"
+            answering = asyncio.create_task(client.post(url, json=COMPLETION))
+            streaming = asyncio.create_task(stream(client, url))
+            await until(lambda: lines and len(triton.arrivals) == 2)
+            begin = time.monotonic()
+        duration = time.monotonic() - begin
+        await streaming
+        whole = await answering
     first, error, done = [line.removeprefix("data: ") for line in lines if line]
     assert json.loads(first)["choices"][0]["text"] == " 1"
     assert "shutting down" in json.loads(error)["error"]["message"]
@@ -493,53 +408,47 @@ PREFLIGHT = {
 }
 
 
-def ask_from_page(
-    local: Local,
-    origins: Sequence[str],
-    method: str = "OPTIONS",
-    headers: Mapping[str, str] = PREFLIGHT,
-    origin: str = PAGE,
-    body: object = None,
-) -> tuple[int, Mapping[str, str]]:
-    """Status and headers of one answer."""
-
-    async def ask() -> tuple[int, Mapping[str, str]]:
-        async with front_of(local, allowed_origins=tuple(origins)) as client:
-            answer = await client.request(
-                method, CHATS_PATH, headers={**headers, "Origin": origin}, json=body
-            )
-            return answer.status_code, answer.headers
-
-    return finish(ask())
+async def ask_from_page(
+    local: Local, origins: Sequence[str], body: object = None, origin: str = PAGE
+) -> httpx.Response:
+    """The answer to a page of ``origin``: to its preflight, or to its request with ``body``."""
+    method, headers = ("OPTIONS", PREFLIGHT) if body is None else ("POST", {})
+    async with front_of(local, allowed_origins=tuple(origins)) as client:
+        return await client.request(
+            method, CHATS_PATH, headers={**headers, "Origin": origin}, json=body
+        )
 
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(("origins", "named"), [([PAGE, "http://b"], PAGE), (["*"], "*")])
-def test_a_page_of_an_allowed_origin_may_call(
+async def test_a_page_of_an_allowed_origin_may_call(
     local_grpc: Local, origins: list[str], named: str
 ) -> None:
-    status, headers = ask_from_page(local_grpc, origins)
-    assert (status, headers["Access-Control-Allow-Origin"]) == (200, named)
-    assert "POST" in headers["Access-Control-Allow-Methods"]
+    preflight = await ask_from_page(local_grpc, origins)
+    assert preflight.status_code == 200
+    assert preflight.headers["Access-Control-Allow-Origin"] == named
+    assert "POST" in preflight.headers["Access-Control-Allow-Methods"]
     wanted = PREFLIGHT["Access-Control-Request-Headers"]
-    assert headers["Access-Control-Allow-Headers"] == wanted
+    assert preflight.headers["Access-Control-Allow-Headers"] == wanted
     for body, status in ((CHAT, 200), ({**CHAT, "stream": True}, 200), ({}, 400)):
-        found, headers = ask_from_page(local_grpc, origins, "POST", {}, body=body)
-        assert (found, headers["Access-Control-Allow-Origin"]) == (status, named)
+        answer = await ask_from_page(local_grpc, origins, body)
+        assert answer.status_code == status
+        assert answer.headers["Access-Control-Allow-Origin"] == named
         if named == PAGE:  # a cache must not give the answer for one page to another
-            assert "Origin" in headers["Vary"]
+            assert "Origin" in answer.headers["Vary"]
 
 
 @pytest.mark.parametrize(
     ("origins", "origin", "status"), [([], PAGE, 405), ([PAGE], "https://evil.example", 400)]
 )
-def test_no_other_page_may_call(
+async def test_no_other_page_may_call(
     local_grpc: Local, origins: list[str], origin: str, status: int
 ) -> None:
-    found, headers = ask_from_page(local_grpc, origins, origin=origin)
-    assert (found, "Access-Control-Allow-Origin" in headers) == (status, False)
-    _, headers = ask_from_page(local_grpc, origins, "POST", {}, origin, CHAT)
-    assert "Access-Control-Allow-Origin" not in headers
+    preflight = await ask_from_page(local_grpc, origins, origin=origin)
+    answer = await ask_from_page(local_grpc, origins, CHAT, origin)
+    assert preflight.status_code == status
+    for each in (preflight, answer):
+        assert "Access-Control-Allow-Origin" not in each.headers
 
 
 @pytest.mark.parametrize("origin", ["https://chat.example/", "chat.example", "https://a/b", ""])

@@ -15,9 +15,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from inflight_client.errors import InvalidArgument
 from inflight_openai import chat
-from inflight_openai.chat import ChatTemplate, find_template, read_messages, special_tokens
+from inflight_openai.chat import ChatTemplate, find_template, special_tokens
 from inflight_openai.errors import ApiError
 from inflight_openai.prompts import PromptReader, make_prompt_reader
+from inflight_openai.schema import read_messages
 
 USER = {"role": "user", "content": "u"}
 ARGUMENTS = '{"city": "Köln"}'
@@ -155,7 +156,7 @@ def test_a_wrong_type_in_a_message_is_named(role: str, wrong: dict[str, Any], pa
     with pytest.raises(ApiError) as caught:
         read_messages([{"role": role, "content": "x", **wrong}])
     assert (caught.value.status, caught.value.param) == (400, f"messages[0].{param}")
-    assert caught.value.message.startswith(f"messages[0].{param}: expected ")
+    assert caught.value.message.startswith(f"messages[0].{param}: ")
 
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from support.openai_front import DESCRIPTION, FILES, parse
 from inflight_openai.errors import ApiError
 from inflight_openai.generation import GenerationRequest
 from inflight_openai.prompts import PromptReader, make_prompt_reader
-from inflight_openai.schema import COMPLETION, UnknownFields, read_body
 
 READER = make_prompt_reader(DESCRIPTION, None, None)
 
@@ -144,7 +141,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": ["a", {}]}, "prompt"),
-    ({"prompt": "\ud800"}, "prompt"),
     ({"prompt": ["a"] * 129}, "prompt"),
     ({"prompt": ["a"] * 65, "n": 2}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -166,7 +162,10 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**63}, "seed"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": 1}},
+        "stream_options.continuous_usage_stats",
+    ),
     (
         {"stream": True, "stream_options": {"include_obfuscation": True}},
         "stream_options.include_obfuscation",
@@ -178,10 +177,10 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": "x"}, "bad_words"),
     ({"bad_words": ["x", 1]}, "bad_words[1]"),
     ({"stop_token_ids": 5}, "stop_token_ids"),
-    ({"stop_token_ids": ["5"]}, "stop_token_ids"),
+    ({"stop_token_ids": ["5"]}, "stop_token_ids[0]"),
     ({"stop_token_ids": [258]}, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
-    ({"stop_token_ids": [True]}, "stop_token_ids"),
+    ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
     ({"guided_regex": 5}, "guided_regex"),
     ({"guided_choice": "a"}, "guided_choice"),
     ({"guided_json": [1]}, "guided_json"),
@@ -251,35 +250,6 @@ def test_a_bad_field_is_named(call: Any, fields: dict[str, Any], param: str) -> 
     assert len(error.message) < 160
 
 
-@pytest.mark.parametrize(
-    ("message", "field"), [({"role": "user", "content": None}, "content"), ({}, "role")]
-)
-def test_a_missing_value_is_called_nothing(message: dict[str, Any], field: str) -> None:
-    with pytest.raises(ApiError, match=rf"messages\[0\]\.{field}: expected a string, got nothing"):
-        chat(messages=[message])
-
-
-def test_a_schema_at_the_limit_of_depth_is_refused_or_sent() -> None:
-    """Writing it needs a few frames more than reading it (until Python 3.11)."""
-
-    def body(depth: int) -> bytes:
-        schema = '{"a":' * depth + "1" + "}" * depth
-        guide = f'{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}'
-        return f'{{"model":"demo","prompt":"1","response_format":{guide}}}'.encode()
-
-    def is_too_deep(depth: int) -> bool:
-        try:
-            read_body(body(depth), COMPLETION, UnknownFields())
-        except ApiError:
-            return True
-        return False
-
-    deepest = bisect.bisect_left(range(100_000), True, key=is_too_deep) - 1
-    for depth in range(deepest - 60, deepest + 1):
-        with suppress(ApiError):  # and nothing else
-            parse(READER, body(depth))
-
-
 def test_chat_template_kwargs(tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     path.write_text("{{ bos_token if enable_thinking else self_made }}")
@@ -287,8 +257,6 @@ def test_chat_template_kwargs(tmp_path: Path) -> None:
     assert chat(reader, chat_template_kwargs={"enable_thinking": True}).prompts == ((0,),)
     named = {"enable_thinking": False, "self_made": "12", "self": 1, "bos_token": ""}
     assert len(chat(reader, chat_template_kwargs=named).prompts[0]) == 2
-    with pytest.raises(ApiError, match="no valid Unicode"):
-        chat(reader, chat_template_kwargs={"self_made": "\ud800"})
 
 
 def test_text_parts_are_joined() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,13 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from inflight_openai.generation import GenerationRequest
 from inflight_openai.prompts import Token
-from inflight_openai.responses import (
-    Choice,
-    EventWriter,
-    Head,
-    new_choices,
-    whole_answer,
-)
+from inflight_openai.responses import EventWriter, Head, WholeAnswer, finish_reason
 from inflight_openai.triton_client import Piece, TokenLogProbs
 
 PIECES = [
@@ -54,10 +49,7 @@ TOKENS = PARTS | {number: Token(text, text.encode()) for number, text in TEXTS.i
     ],
 )
 def test_finish_reason(reason: str, shown: str) -> None:
-    choice = Choice()
-    for piece in (Piece(0, "a", 1), Piece(0, "b", 1, reason=reason)):
-        choice.add(piece)
-    assert choice.finish_reason == shown
+    assert finish_reason(reason) == shown
 
 
 def request(*, is_chat: bool, num_log_probs: int | None = None) -> GenerationRequest:
@@ -78,25 +70,37 @@ def head(is_chat: bool) -> Head:
     return Head("id", 1700000000, "m", is_chat)
 
 
-def events(
-    is_chat: bool, num_log_probs: int | None = None, this: GenerationRequest | None = None
-) -> list[dict[str, Any]]:
-    """All events of a stream of `PIECES`, as a client reads them."""
-    this = this or request(is_chat=is_chat, num_log_probs=num_log_probs)
-    writer = EventWriter(head(is_chat), this, TOKENS.__getitem__)
-    choices = new_choices(this)
-    written = b"".join(writer.opening(i) for i in range(2))
-    for piece in PIECES:
-        choices[piece.index].add(piece)
-        written += writer.piece(piece.index, piece, choices[piece.index])
-    written += b"".join(writer.end(i, choices[i]) for i in range(2)) + writer.usage()
+def whole(this: GenerationRequest, pieces: Sequence[Piece] = PIECES) -> dict[str, Any]:
+    """The body of an answer that consists of ``pieces``."""
+    answer = WholeAnswer(head(this.is_chat), this, TOKENS.__getitem__)
+    for piece in pieces:
+        answer.add(piece)
+    body: dict[str, Any] = json.loads(answer.encode())
+    return body
+
+
+def events(this: GenerationRequest, pieces: Sequence[Piece] = PIECES) -> list[dict[str, Any]]:
+    """All events of a stream of ``pieces``, as a client reads them."""
+    writer = EventWriter(head(this.is_chat), this, TOKENS.__getitem__)
+    written = b"".join([*map(writer.piece, pieces), writer.ending()])
     blocks = written.decode().split("\n\n")
     assert blocks.pop() == ""
     return [json.loads(block.removeprefix("data: ")) for block in blocks]
 
 
+def texts_of(chunks: list[dict[str, Any]]) -> dict[int, str]:
+    """The text of each answer of a completion."""
+    texts: dict[int, str] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
 def test_the_events_of_a_chat() -> None:
-    chunks = [ChatCompletionChunk.model_validate(event, strict=True) for event in events(True)]
+    chunks = [
+        ChatCompletionChunk.model_validate(event, strict=True)
+        for event in events(request(is_chat=True))
+    ]
     texts = {0: "", 1: ""}
     for chunk in chunks[:-1]:
         [choice] = chunk.choices
@@ -115,19 +119,15 @@ def test_the_events_of_a_chat() -> None:
 def test_running_usage(is_chat: bool) -> None:
     """As vLLM does: programs that measure count the tokens of an event by it."""
     this = dataclasses.replace(request(is_chat=is_chat), has_running_usage=True)
-    told = [event["usage"]["completion_tokens"] for event in events(is_chat, this=this)]
+    told = [event["usage"]["completion_tokens"] for event in events(this)]
     # Two events begin a chat, two are of its ends, and the last is of the usage alone.
     assert told == [*([0, 0] if is_chat else []), 1, 3, 4, 5, 5, 5, 5]
-    assert {event["usage"]["prompt_tokens"] for event in events(is_chat, this=this)} == {3}
+    assert {event["usage"]["prompt_tokens"] for event in events(this)} == {3}
 
 
 def test_the_events_of_a_completion() -> None:
-    chunks = events(False)
-    texts = {0: "", 1: ""}
-    for chunk in chunks[:-1]:
-        [choice] = chunk["choices"]
-        texts[choice["index"]] += choice["text"]
-    assert texts == {0: "Grüße", 1: 'a "q"\n'}
+    chunks = events(request(is_chat=False))
+    assert texts_of(chunks) == {0: "Grüße", 1: 'a "q"\n'}
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
     assert [row["choices"][0]["finish_reason"] for row in chunks[-3:-1]] == ["length", "stop"]
 
@@ -137,50 +137,33 @@ def test_token_ids_as_vllm_has_them(is_chat: bool) -> None:
     this = dataclasses.replace(
         request(is_chat=is_chat, num_log_probs=0), has_token_ids=True, shows_ids=True, num_answers=1
     )
-    piece = Piece(0, "Gr", 1, [TokenLogProbs(5, -0.5)], token_ids=[5])
-    choices = [Choice()]
-    choices[0].add(piece)
-    whole = whole_answer(head(is_chat), this, choices, TOKENS.__getitem__)
-    writer = EventWriter(head(is_chat), this, TOKENS.__getitem__)
-    parts = [writer.opening(0), writer.piece(0, piece, choices[0])]
-    opening, event = (json.loads(part.removeprefix(b"data: ")) for part in parts)
-    for answer, first in ((whole, whole), (event, opening)):
+    pieces = [Piece(0, "Gr", 1, [TokenLogProbs(5, -0.5)], token_ids=[5])]
+    answer = whole(this, pieces)
+    opening, event, *_ = events(this, pieces)
+    for told, first in ((answer, answer), (event, opening)):
         prompt_ids = (first if is_chat else first["choices"][0])["prompt_token_ids"]
         assert list(prompt_ids) == [1, 2, 3]
-        [choice] = answer["choices"]
+        [choice] = told["choices"]
         assert choice["token_ids"] == [5]
         rows = choice["logprobs"]
         assert (rows["content"][0]["token"] if is_chat else rows["tokens"][0]) == "token_id:5"
 
 
-def test_echo() -> None:
+@pytest.mark.parametrize("num_pieces", [4, 0])
+def test_echo(num_pieces: int) -> None:
     """Two prompts, two answers to each."""
     this = dataclasses.replace(request(is_chat=False), prompts=((1,), (2,)), echoes=("a ", ""))
-    pieces = [Piece(index, f"b{index}", 1) for index in range(4)]
-    writer = EventWriter(head(is_chat=False), this, TOKENS.__getitem__)
-    choices = new_choices(this)
-    written = b"".join(writer.opening(index) for index in range(4))
-    for piece in pieces:
-        choices[piece.index].add(piece)
-        written += writer.piece(piece.index, piece, choices[piece.index])
-    rows = whole_answer(head(is_chat=False), this, choices, TOKENS.__getitem__)["choices"]
-    wanted = ["a b0", "a b1", "b2", "b3"]
-    assert [row["text"] for row in rows] == wanted
-    texts = [""] * 4
-    for block in written.decode().split("\n\n")[:-1]:
-        [choice] = json.loads(block.removeprefix("data: "))["choices"]
-        texts[choice["index"]] += choice["text"]
-    assert texts == wanted
+    pieces = [Piece(index, f"b{index}", 1) for index in range(num_pieces)]
+    wanted = ["a b0", "a b1", "b2", "b3"] if pieces else ["a ", "a ", "", ""]
+    assert [row["text"] for row in whole(this, pieces)["choices"]] == wanted
+    assert texts_of(events(this, pieces)) == dict(enumerate(wanted))
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_log_probabilities(is_chat: bool) -> None:
     this = request(is_chat=is_chat, num_log_probs=2)
-    choices = new_choices(this)
-    for piece in PIECES:
-        choices[piece.index].add(piece)
-    body = whole_answer(head(is_chat), this, choices, TOKENS.__getitem__)
-    streamed = [e["choices"][0] for e in events(is_chat, 2) if e["choices"]]
+    body = whole(this)
+    streamed = [event["choices"][0] for event in events(this) if event["choices"]]
     if is_chat:
         first = ChatCompletion.model_validate(body).choices[0]
         assert first.logprobs is not None
@@ -199,18 +182,16 @@ def test_log_probabilities(is_chat: bool) -> None:
         parts = [row["logprobs"]["content"] for row in streamed if row["logprobs"]]
         assert sum(map(len, parts)) == 5
         return
-    whole = Completion.model_validate(body).choices[1].logprobs
-    assert whole is not None
-    assert (whole.tokens, whole.token_logprobs) == (["a ", '"q"\n'], [-1.0, -4.0])
-    assert whole.text_offset == [0, 2]
+    told = Completion.model_validate(body).choices[1].logprobs
+    assert told is not None
+    assert (told.tokens, told.token_logprobs) == (["a ", '"q"\n'], [-1.0, -4.0])
+    assert told.text_offset == [0, 2]
     # What was drawn is told even where it is not among the likeliest.
-    assert whole.top_logprobs == [
+    assert told.top_logprobs == [
         {"a ": -1.0, "Gr": -3.0},
         {"a ": 0.0, "\ufffd": -2.0, '"q"\n': -4.0},
     ]
-    none = whole_answer(
-        head(is_chat), request(is_chat=False, num_log_probs=0), choices, TOKENS.__getitem__
-    )
+    none = whole(request(is_chat=False, num_log_probs=0))
     assert none["choices"][1]["logprobs"]["top_logprobs"] is None
     rows_of_first = [row["logprobs"] for row in streamed if row["index"] == 0 and row["logprobs"]]
     offsets = [row["text_offset"] for row in rows_of_first]
@@ -220,8 +201,7 @@ def test_log_probabilities(is_chat: bool) -> None:
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_a_whole_answer_has_every_key_of_openai_s(is_chat: bool) -> None:
     """Null or not: clients with types of their own fail for a key that is missing."""
-    this = request(is_chat=is_chat)
-    body = whole_answer(head(is_chat), this, new_choices(this), TOKENS.__getitem__)
+    body = whole(request(is_chat=is_chat), [])
     keys = {"id", "object", "created", "model", "choices", "usage", "system_fingerprint"}
     assert set(body) == keys
     choice = body["choices"][0]

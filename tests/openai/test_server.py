@@ -7,25 +7,26 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
-from urllib.error import HTTPError
 
+import httpx
 import pytest
 from client.conftest import Local
 from support.local_server import Arrival, LocalTriton, ModelError
 from support.openai_front import COMPLETION, COMPLETIONS_PATH, DESCRIPTION, app_of
 
+from inflight_backend.log import leave_out_messages
 from inflight_openai import app, server, triton_client
-from inflight_openai.server import PrivateFormatter, run, serving
+from inflight_openai.server import run, serving
 from inflight_openai.settings import FrontSettings
 
 WAIT_SECONDS = 90.0
@@ -101,7 +102,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[io.StringIO]:
     caplog.set_level(logging.DEBUG)
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    handler.setFormatter(PrivateFormatter())
+    handler.addFilter(leave_out_messages)
     logging.root.addHandler(handler)
     yield written
     logging.root.removeHandler(handler)
@@ -208,68 +209,68 @@ def hangup_is_not_ignored() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture
+def describing(local_grpc: Local, monkeypatch: pytest.MonkeyPatch) -> Local:
+    """A server that answers `describe` only; each failure is a line of the front's log."""
+    monkeypatch.setattr(LocalTriton, "answer", describe)
+    return local_grpc
+
+
+@contextmanager
+def front_process(
+    local: Local, port: int, *, prefix: Sequence[str] = (), **settings: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`inflight openai` in front of ``local``, killed at the end of the block if it still runs."""
+    command = [*prefix, *COMMAND, f"--url={local.url}", f"--port={port}"]
+    with subprocess.Popen(command, **settings) as front:
+        try:
+            yield front
+        finally:
+            front.kill()
+
+
 def wait_until_it_listens(front: subprocess.Popen[bytes], port: int) -> None:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         assert front.poll() is None
         assert time.monotonic() < deadline
-        with suppress(OSError), direct.open(f"http://127.0.0.1:{port}/v1/models"):
+        with suppress(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False)
             return
         time.sleep(0.05)
 
 
 def status_of_a_request(port: int) -> int:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    body = json.dumps({"model": DESCRIPTION["model"], "prompt": [1], "max_tokens": 1}).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, headers)
-    try:
-        with direct.open(request, timeout=WAIT_SECONDS) as answer:
-            return int(answer.status)
-    except HTTPError as error:
-        return error.code
+    url = f"http://127.0.0.1:{port}{COMPLETIONS_PATH}"
+    return httpx.post(url, json=COMPLETION, trust_env=False, timeout=WAIT_SECONDS).status_code
 
 
 @pytest.mark.slow
 def test_a_broken_output_changes_nothing_else(
-    local_grpc: Local, free_port: int, broken_output: int, monkeypatch: pytest.MonkeyPatch
+    describing: Local, free_port: int, broken_output: int
 ) -> None:
-    monkeypatch.setattr(LocalTriton, "answer", describe)
-    command = [*COMMAND, f"--url={local_grpc.url}", f"--port={free_port}"]
+    streams: dict[str, Any] = {"stdout": broken_output, "stderr": broken_output}
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
-    with subprocess.Popen(
-        command, env=environment, stdout=broken_output, stderr=broken_output
-    ) as front:
-        try:
-            wait_until_it_listens(front, free_port)
-            time.sleep(0.2)  # until it has printed
-            assert [status_of_a_request(free_port) for _ in range(3)] == [503] * 3
-            front.send_signal(signal.SIGTERM)
-            assert front.wait(WAIT_SECONDS) == 0
-        finally:
-            front.kill()
+    with front_process(describing, free_port, env=environment, **streams) as front:
+        wait_until_it_listens(front, free_port)
+        time.sleep(0.2)  # until it has printed
+        assert [status_of_a_request(free_port) for _ in range(3)] == [503] * 3
+        front.send_signal(signal.SIGTERM)
+        assert front.wait(WAIT_SECONDS) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_output_and_exit_code(
-    local_grpc: Local, free_port: int, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
-    monkeypatch.setattr(LocalTriton, "answer", describe)
-    command = [*COMMAND, f"--url={local_grpc.url}", f"--port={free_port}"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as front:
-        try:
-            assert front.stdout is not None
-            assert front.stdout.readline() == b"\n"
-            assert front.stdout.readline() == b"inflight openai is ready\n"
-            *_, last = iter(front.stdout.readline, b"Ctrl-C stops it.\n")
-            assert status_of_a_request(free_port) == 503
-            front.send_signal(number)
-            rest, errors = front.communicate(timeout=WAIT_SECONDS)
-        finally:
-            front.kill()
+def test_output_and_exit_code(describing: Local, free_port: int, number: signal.Signals) -> None:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with front_process(describing, free_port, **pipes) as front:
+        assert front.stdout is not None
+        assert front.stdout.readline() == b"\n"
+        assert front.stdout.readline() == b"inflight openai is ready\n"
+        *_, last = iter(front.stdout.readline, b"Ctrl-C stops it.\n")
+        assert status_of_a_request(free_port) == 503
+        front.send_signal(number)
+        rest, errors = front.communicate(timeout=WAIT_SECONDS)
     assert (last, rest, front.returncode) == (b"\n", b"", 0)
     assert errors == (
         b"the server failed a request: out of order\n"
@@ -289,76 +290,60 @@ def test_a_second_interrupt_does_not_wait_for_running_requests(
     local_grpc: Local, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalTriton, "answer", describe_and_wait)
-    command = [*COMMAND, f"--url={local_grpc.url}", f"--port={free_port}"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as front:
-        try:
-            wait_until_it_listens(front, free_port)
-            with socket.create_connection(("127.0.0.1", free_port)) as client:
-                client.sendall(post(json.dumps(COMPLETION).encode()))
-                while len(local_grpc.triton.arrivals) < 2:
-                    time.sleep(0.01)
-                front.send_signal(signal.SIGINT)
-                assert front.stderr is not None
-                assert front.stderr.readline().startswith(b"stopping: ")
-                front.send_signal(signal.SIGINT)
-                assert front.wait(WAIT_SECONDS) == 130
-                assert front.stderr.read() == b""
-        finally:
-            front.kill()
+    with front_process(local_grpc, free_port, stderr=subprocess.PIPE) as front:
+        wait_until_it_listens(front, free_port)
+        with socket.create_connection(("127.0.0.1", free_port)) as client:
+            client.sendall(post(json.dumps(COMPLETION).encode()))
+            while len(local_grpc.triton.arrivals) < 2:
+                time.sleep(0.01)
+            front.send_signal(signal.SIGINT)
+            assert front.stderr is not None
+            assert front.stderr.readline().startswith(b"stopping: ")
+            front.send_signal(signal.SIGINT)
+            assert front.wait(WAIT_SECONDS) == 130
+            assert front.stderr.read() == b""
     assert local_grpc.triton.arrivals[1].is_left.wait(WAIT_SECONDS)
 
 
 @pytest.mark.slow
-def test_nohup_ignores_hangup(
-    local_grpc: Local, free_port: int, monkeypatch: pytest.MonkeyPatch
+def test_nohup_ignores_hangup(describing: Local, free_port: int) -> None:
+    streams: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
+    with front_process(describing, free_port, prefix=["nohup"], **streams) as front:
+        wait_until_it_listens(front, free_port)
+        front.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        wait_until_it_listens(front, free_port)
+        front.send_signal(signal.SIGTERM)
+        assert front.wait(WAIT_SECONDS) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--url=127.0.0.1:{free}"], "no server answers at .*"),
+        (
+            ["--port={taken}"],
+            r"--port \d+ cannot be used on 127.0.0.1 \(Address already in use\): "
+            "stop what uses it or choose another port",
+        ),
+        (
+            ["--port={free}", "--host=192.0.2.1"],  # reserved for documentation
+            r"--host 192.0.2.1 cannot be used \((?!.*port).*",
+        ),
+    ],
+)
+def test_a_failed_start_is_one_line(
+    describing: Local, free_port: int, options: list[str], error: str
 ) -> None:
-    monkeypatch.setattr(LocalTriton, "answer", describe)
-    command = ["nohup", *COMMAND, f"--url={local_grpc.url}", f"--port={free_port}"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as front:
-        try:
-            wait_until_it_listens(front, free_port)
-            front.send_signal(signal.SIGHUP)
-            time.sleep(0.2)
-            wait_until_it_listens(front, free_port)
-            front.send_signal(signal.SIGTERM)
-            assert front.wait(WAIT_SECONDS) == 0
-        finally:
-            front.kill()
-
-
-@pytest.mark.slow
-def test_a_missing_server_is_one_line(free_port: int) -> None:
-    command = [*COMMAND, f"--url=127.0.0.1:{free_port}"]
-    ended = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS)
-    assert (ended.returncode, ended.stdout) == (1, b"")
-    assert ended.stderr.startswith(b"error: no server answers at ")
-    assert ended.stderr.count(b"\n") == 1
-
-
-@pytest.mark.slow
-def test_a_port_in_use_is_named(local_grpc: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalTriton, "answer", describe)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        command = [*COMMAND, f"--url={local_grpc.url}", f"--port={port}"]
-        ended = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS)
-    assert (ended.returncode, ended.stdout) == (1, b"")
-    assert ended.stderr.decode() == (
-        f"error: --port {port} cannot be used on 127.0.0.1 (Address already in use): "
-        "stop what uses it or choose another port\n"
-    )
-
-
-@pytest.mark.slow
-def test_a_host_of_another_machine_is_named(
-    local_grpc: Local, monkeypatch: pytest.MonkeyPatch, free_port: int
-) -> None:
-    host = "192.0.2.1"  # reserved for documentation
-    monkeypatch.setattr(LocalTriton, "answer", describe)
-    command = [*COMMAND, f"--url={local_grpc.url}", f"--port={free_port}", f"--host={host}"]
-    ended = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS)
-    assert (ended.returncode, ended.stdout) == (1, b"")
-    assert ended.stderr.startswith(f"error: --host {host} cannot be used (".encode())
-    assert b"port" not in ended.stderr
-    assert ended.stderr.count(b"\n") == 1
+        ports = {"free": free_port, "taken": taken.getsockname()[1]}
+        command = [*COMMAND, f"--url={describing.url}"]
+        command += [option.format(**ports) for option in options]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert re.fullmatch(f"error: {error}\n", ended.stderr)

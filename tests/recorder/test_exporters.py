@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -21,11 +22,10 @@ from support.recorder_worlds import (
     GUARANTEED,
     MAX_UTILIZATION,
     DraftingWorld,
-    EngineSearchingWorld,
     RecordedWorld,
+    SearchingWorld,
     play,
     read,
-    searching,
 )
 from support.scheduler_world import make_request
 
@@ -103,6 +103,8 @@ def test_every_span_is_a_bar_in_the_row_of_its_request(timeline: Timeline) -> No
         assert text == describe(timeline, lane, interval)
         tops.setdefault(place, set()).add(float(bar["y"]))
         assert float(bar["height"]) > 2
+    assert any("paused as victim of request" in (text or "") for _, text in bars)
+    assert any("waiting for KV blocks: needs" in (text or "") for _, text in bars)
     assert all(len(ys) == 1 for ys in tops.values()), "one request, one lane"
     ys = [tops[place].pop() for place in range(len(timeline.lanes))]
     assert {round(after - before, 1) for before, after in pairwise(ys)} == {15.5}, "620 / 40"
@@ -148,16 +150,6 @@ def test_the_areas_are_the_numbers(
         expected = [CHART_HEIGHT * value / highest for value in merged]
         assert heights(path, num_columns) == pytest.approx(expected, abs=0.11)
         assert fill == (colour or fill)
-    names = [
-        text.text
-        for text in drawn(timeline).iter(f"{NAMESPACE}text")
-        if text.attrib.get("class") == "label" and text.attrib["x"] == str(LEFT)
-    ]
-    assert names == [
-        "requests in the batch",
-        "tokens computed per iteration",
-        f"free KV blocks, of {NUM_BLOCKS}",
-    ]
 
 
 @pytest.mark.parametrize("max_rows", [240, 1])
@@ -188,49 +180,46 @@ def test_no_text_stands_on_another_or_beyond_the_border(
     assert ("stopped, failed or expired" in names) == (max_rows > 1), "crosses stand in rows"
 
 
-def test_svg_is_sound_and_says_the_reasons(timeline: Timeline) -> None:
-    picture = "".join(write_svg(timeline))
-    root = ElementTree.fromstring(picture)
-    titles = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(titles) == 1 + sum(len(lane.intervals) for lane in timeline.lanes)
-    assert any("paused as victim of request" in title for title in titles)
-    assert any("waiting for KV blocks: needs" in title for title in titles)
-
-
-def test_many_requests_make_a_picture_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporters, "MAX_ROWS", 30)
-    sizes = []
-    for number in (500, 1500):
-        world = RecordedWorld(SETTINGS)
-        monkeypatch.setattr("inflight_recorder.recorder.NUM_CHUNKS", 1000)
-        play(SETTINGS, num_requests=number, seed=1, world=world)
-        timeline = build_timeline(read(world.text), with_reasons=False)
-        picture = "".join(write_svg(timeline))
-        ElementTree.fromstring(picture)
-        sizes.append(len(picture))
-    assert sizes[1] < 1.3 * sizes[0]
-
-
-def test_a_page_of_many_requests_has_as_many_lines_as_were_in_flight(
-    timeline: Timeline, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("max_columns", [600, 10])
+def test_above_so_many_requests_they_are_counted(
+    timeline: Timeline, monkeypatch: pytest.MonkeyPatch, max_columns: int
 ) -> None:
-    monkeypatch.setattr(exporters, "MAX_PAGE_ROWS", 39)
-    lanes = exporters._page_data(timeline)["lanes"]
-    alive = [
-        sum(lane.start <= index < (lane.end or index + 1) for lane in timeline.lanes)
-        for index in range(timeline.num_iterations)
+    """Areas above one another, the largest drawn first: all that were in flight."""
+    monkeypatch.setattr(exporters, "MAX_ROWS", 39)
+    monkeypatch.setattr(exporters, "MAX_COLUMNS", max_columns)
+    areas = [
+        path.attrib["d"]
+        for path in drawn(timeline).iter(f"{NAMESPACE}path")
+        if path.attrib.get("fill") in COLOURS.values() and "fill-opacity" not in path.attrib
     ]
-    assert len(lanes) == max(alive) < 39
-    assert sorted(index for lane in lanes for index in lane) == list(range(40))
+    doing: list[list[Activity]] = [[] for _ in range(timeline.num_iterations)]
+    for interval in (interval for lane in timeline.lanes for interval in lane.intervals):
+        for index in range(interval.start, interval.end):
+            doing[index].append(interval.activity)
+    num_columns = min(max_columns, timeline.num_iterations)
+    bounds = [k * timeline.num_iterations // num_columns for k in range(num_columns + 1)]
+    in_flight = [fmean(map(len, doing[start:end])) for start, end in pairwise(bounds)]
+    for path, numbers in (
+        (areas[0], in_flight),
+        (
+            areas[-1],
+            [fmean(d.count(Activity.GENERATION) for d in doing[a:b]) for a, b in pairwise(bounds)],
+        ),
+    ):
+        expected = [300 * number / max(in_flight) for number in numbers]
+        assert heights(path, num_columns) == pytest.approx(expected, abs=0.11)
 
 
-def test_the_page_holds_the_history_and_loads_nothing(timeline: Timeline) -> None:
+@pytest.mark.parametrize("max_rows", [1000, 39])
+def test_the_page_holds_the_timeline_and_loads_nothing(
+    timeline: Timeline, monkeypatch: pytest.MonkeyPatch, max_rows: int
+) -> None:
+    """Above so many requests it has as many lines as were in flight at once."""
+    monkeypatch.setattr(exporters, "MAX_PAGE_ROWS", max_rows)
     text = "".join(write_page(timeline))
     assert "http://" not in text
     assert "https://" not in text
-    content = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
-    assert content is not None
-    data = json.loads(content[1])
+    data = data_of(timeline)
     assert any("waiting for KV blocks" in text for text in data["reasons"])
     check_rows(data, timeline)
     shown = {
@@ -246,6 +235,21 @@ def test_the_page_holds_the_history_and_loads_nothing(timeline: Timeline) -> Non
     assert {name: data[name] for name in shown} == {k: list(v) for k, v in shown.items()}
     assert data["colours"] == [COLOURS[activity] for activity in Activity]
     assert (data["title"], data["num_blocks"]) == (title(timeline), 12)
+    alive = [
+        sum(lane.start <= index < (lane.end or index + 1) for lane in timeline.lanes)
+        for index in range(timeline.num_iterations)
+    ]
+    assert len(data["lanes"]) == (40 if max_rows == 1000 else max(alive))
+    assert sorted(index for lane in data["lanes"] for index in lane) == list(range(40))
+
+
+def data_of(timeline: Timeline) -> dict[str, Any]:
+    """What the script of the page reads."""
+    text = "".join(write_page(timeline))
+    content = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
+    assert content is not None
+    found: dict[str, Any] = json.loads(content[1])
+    return found
 
 
 def check_rows(data: dict[str, Any], timeline: Timeline) -> None:
@@ -262,16 +266,6 @@ def check_rows(data: dict[str, Any], timeline: Timeline) -> None:
             assert (activity, bounds) == (interval.activity, [interval.start, interval.end])
             assert (texts[first], texts[last]) == (interval.first_reason, interval.last_reason)
             assert num_tokens == interval.num_tokens
-
-
-def test_request_in_flight_at_the_end_has_no_end_in_the_page() -> None:
-    world = RecordedWorld(SETTINGS)
-    world.arrive(make_request(1, 3, 9))
-    world.iterate()
-    timeline = build_timeline(read(world.text))
-    data = exporters._page_data(timeline)
-    assert data["rows"][0][5] == -1
-    check_rows(data, timeline)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +288,7 @@ def test_request_that_did_not_end_well_is_crossed_out(reason: str, is_bad: bool)
     timeline = build_timeline(read(world.text.replace('"cancelled"', f'"{reason}"')))
     assert timeline.lanes[0].end_reason == reason
     assert (ERROR_COLOUR in "".join(write_svg(timeline))) == is_bad
-    data = exporters._page_data(timeline)
+    data = data_of(timeline)
     assert (data["rows"][0][6] in data["bad"]) == is_bad
     assert data["crosses"] == ("stopped, failed or expired" if is_bad else "")
 
@@ -317,15 +311,12 @@ def test_a_hostile_name_is_only_text(write) -> None:  # type: ignore[no-untyped-
 def test_all_tokens_of_an_iteration_are_shown(kind: str) -> None:
     """Of each beam one, drafts, and the last tokens of prompts that drafts run behind."""
     settings = Settings(MAX_UTILIZATION, 30, 4, 6, 60)
+    world = RecordedWorld(settings)
     if kind == "beams":
-        world: RecordedWorld = EngineSearchingWorld(settings)
-        for number in range(1, 9):
-            world.arrive(searching(number))
-        while world.active:
-            world.iterate()
-    else:
-        world = RecordedWorld(settings) if kind == "plain" else DraftingWorld(settings, 3)
-        play(settings, num_requests=20, seed=3, world=world)
+        world = SearchingWorld(settings)
+    elif kind == "drafts":
+        world = DraftingWorld(settings, 3)
+    play(settings, num_requests=20, seed=3, world=world)
     timeline = build_timeline(read(world.text))
     is_decided = [iteration.decision is not None for iteration in read(world.text)]
     tokens = zip(timeline.num_context_tokens, timeline.num_generation_tokens, strict=True)
@@ -333,29 +324,22 @@ def test_all_tokens_of_an_iteration_are_shown(kind: str) -> None:
     assert shown == [batch.num_tokens for batch in world.batches]
     intervals = [interval for lane in timeline.lanes for interval in lane.intervals]
     assert sum(interval.num_tokens for interval in intervals) == sum(shown)
-    data = exporters._page_data(timeline)
-    assert sum(data["tokens"]) + sum(data["generation_tokens"]) == sum(shown)
-    counts = [
-        event["args"]
-        for event in json.loads("".join(write_trace(timeline)))["traceEvents"]
-        if event["ph"] == "C" and event["name"] == "tokens"
-    ]
-    assert sum(count["context"] + count["generation"] for count in counts) == sum(shown)
     num_steps = sum(timeline.num_generation)
     assert (sum(timeline.num_generation_tokens) > num_steps) == (kind != "plain")
     assert max(map(int, re.findall(r">(\d+)</text>", "".join(write_svg(timeline))))) >= max(shown)
 
 
-def check_trace_events(events: list[dict[str, Any]]) -> None:
-    """The rules of the Trace Event Format, for the three phases that are used.
+def events_of(timeline: Timeline) -> list[dict[str, Any]]:
+    """The trace; it keeps the rules of the Trace Event Format, for the three phases that are used.
 
     docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: every event has ph, pid
     and name; times are microseconds; a complete event (X) has a duration and a thread, and those of
     one thread nest; a counter (C) has numbers only; metadata (M) names a process.
     """
+    events: list[dict[str, Any]] = json.loads("".join(write_trace(timeline)))["traceEvents"]
     ends: dict[tuple[int, int], int] = {}
     counters: dict[str, int] = {}
-    for event in events:
+    for event in sorted(events, key=lambda event: event["ts"]):
         assert event["name"]
         assert type(event["pid"]) is type(event["tid"]) is type(event["ts"]) is int
         match event["ph"]:
@@ -368,13 +352,12 @@ def check_trace_events(events: list[dict[str, Any]]) -> None:
                 counters[event["name"]] = event["ts"]
             case "X":
                 assert event["dur"] > 0
+                track = event["pid"], event["tid"]
+                assert event["ts"] >= ends.get(track, 0) - 1, "slices of one track overlap"
+                ends[track] = event["ts"] + event["dur"]
             case other:
                 raise AssertionError(f"phase {other} is not used")
-    slices = [event for event in events if event["ph"] == "X"]
-    for event in sorted(slices, key=lambda event: event["ts"]):
-        lane = event["pid"], event["tid"]
-        assert event["ts"] >= ends.get(lane, 0) - 1, "slices of one lane overlap"
-        ends[lane] = event["ts"] + event["dur"]
+    return events
 
 
 def test_nothing_is_drawn_while_no_request_is_in_flight() -> None:
@@ -392,7 +375,7 @@ def test_nothing_is_drawn_while_no_request_is_in_flight() -> None:
     timeline = build_timeline(read(world.text))
     assert timeline.start_us[-1] > 60_000_000
     assert list(timeline.is_last_busy) == [0, 0, 0, 1] * 2
-    events = json.loads("".join(write_trace(timeline)))["traceEvents"]
+    events = events_of(timeline)
     assert sum(event["dur"] for event in events if event["ph"] == "X") < 20_000
     idle = [event for event in events if event["name"] == "batch"][4]
     assert idle["args"] == {"context": 0, "generation": 0}
@@ -402,22 +385,11 @@ def test_nothing_is_drawn_while_no_request_is_in_flight() -> None:
     assert '"pauses_after":[[3,' in text
 
 
-def test_the_trace_has_one_slice_per_span_and_three_counters(timeline: Timeline) -> None:
-    trace = json.loads("".join(write_trace(timeline)))
-    events = trace["traceEvents"]
+def test_the_trace_tells_what_the_timeline_does(timeline: Timeline) -> None:
+    """A slice per interval, and three counters per iteration."""
+    events = events_of(timeline)
     kinds = Counter(event["ph"] for event in events)
-    assert kinds["X"] == sum(len(lane.intervals) for lane in timeline.lanes)
     assert kinds["C"] == 3 * (timeline.num_iterations + sum(timeline.is_last_busy))
-    check_trace_events(events)
-    lanes: dict[int, int] = {}
-    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
-        assert event["ts"] >= lanes.get(event["tid"], 0) - 1
-        lanes[event["tid"]] = event["ts"] + event["dur"]
-    assert any("paused as victim" in event["args"].get("reason", "") for event in events)
-
-
-def test_the_trace_tells_what_the_history_does(timeline: Timeline) -> None:
-    events = json.loads("".join(write_trace(timeline)))["traceEvents"]
     intervals = [interval for lane in timeline.lanes for interval in lane.intervals]
     assert any(interval.first_reason != interval.last_reason for interval in intervals)
     slices = [event for event in events if event["ph"] == "X"]

@@ -81,38 +81,20 @@ def test_the_ring_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.5 * 16 * 4000 < size < 1.1 * 16 * 4000
 
 
-def test_the_ring_is_no_shorter_with_thousands_of_requests() -> None:
-    """To note where all of them stand takes milliseconds: not in every iteration."""
-    chunks = generate(100, is_steady=True)._ring
-    assert sum(len(chunk.packed) for chunk in chunks) == 100
-    assert len(chunks) <= 2
+@pytest.mark.parametrize("is_steady", [False, True])
+def test_with_many_requests_the_chunks_are_fewer_and_longer(is_steady: bool) -> None:
+    """To note where all of them stand is done four times in a full ring, which holds no more.
 
-
-def test_the_ring_is_bounded_though_generation_always_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A list of thousands for each of 8,192 iterations would be hundreds of megabytes."""
-    monkeypatch.setattr(recorder_module, "NUM_CHUNKS", 3)
-    chunks = generate(300, is_steady=False)._ring
+    A list of thousands for each of 8,192 iterations would be hundreds of megabytes. All is held as
+    bytes: garbage collections take the longer the more objects they have to look into.
+    """
+    chunks = generate(2000, is_steady=is_steady)._ring
     num_iterations = sum(len(chunk.packed) for chunk in chunks)
-    assert 3 * 50 < num_iterations < 3 * 100
-
-
-def test_with_many_requests_the_chunks_are_fewer_and_longer() -> None:
-    """To note where all of them stand is done four times in a full ring, which holds no more."""
-    num_iterations = 2000
-    chunks = generate(num_iterations, is_steady=False)._ring
-    assert len(chunks) == 4
-    assert sum(len(chunk.packed) for chunk in chunks) > 3 * 16 / 4 * 70
+    assert len(chunks) == (2 if is_steady else 4)
+    assert num_iterations == 2000 if is_steady else num_iterations > 3 * 16 / 4 * 70
     assert sum(chunk.num_bytes for chunk in chunks) < 1.01 * 16 * 576 * NUM_REQUESTS
-
-
-def test_of_many_requests_the_ring_holds_what_garbage_collections_pass_over() -> None:
-    """They stop everybody, and take the longer the more objects they have to look into."""
-    recorder = generate(600, is_steady=False)
-    chunks = recorder._ring
-    assert {type(chunk.start.requests) for chunk in chunks} == {bytes}
     assert len(chunks[-1].start.hashes) == NUM_REQUESTS
+    assert {type(chunk.start.requests) for chunk in chunks} == {bytes}
     assert {type(packed) for chunk in chunks for packed in chunk.packed} == {bytes}
 
 

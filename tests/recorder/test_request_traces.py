@@ -11,10 +11,11 @@ import pytest
 
 from inflight_recorder import request_traces
 from inflight_recorder.cost_model import CostModel
-from inflight_recorder.request_traces import TracedRequests, TraceOptions, read_trace
+from inflight_recorder.request_traces import TraceOptions, read_trace
 from inflight_recorder.settings import RecordingError, Settings
 from inflight_recorder.simulator import split_hashes
 from inflight_recorder.whatif import predict
+from inflight_recorder.workload import Workload
 from inflight_scheduler.policies.scheduler import CapacitySchedulerPolicy
 
 MOONCAKE = {"timestamp": 3000, "input_length": 6758, "output_length": 500}
@@ -25,7 +26,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "trace"
 
 
-def traced(path: Path, text: str | bytes, **options: object) -> TracedRequests:
+def traced(path: Path, text: str | bytes, **options: object) -> Workload:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return read_trace(path, TraceOptions(**options))  # type: ignore[arg-type]
 
@@ -88,7 +89,7 @@ def test_with_a_rate_the_file_need_not_say_when(path: Path) -> None:
     rows = [{"input_length": n, "output_length": n} for n in range(1, 401)]
     found = traced(path, lines(*rows), rate=50)
     again = read_trace(path, TraceOptions(rate=50))
-    assert found == again
+    assert found.jobs == again.jobs
     assert [job.prompt_len for job in found.jobs] == list(range(1, 401))
     assert found.jobs[-1].arrival_us == pytest.approx(8e6, rel=0.2)
     assert read_trace(path, TraceOptions(rate=50, seed=1)).jobs != found.jobs
@@ -144,8 +145,8 @@ def test_the_cache_finds_what_prompts_share(path: Path) -> None:
     jobs = traced(path, lines(*rows), hash_tokens=16, speed=0.001, tokens_per_block=8).jobs
     prices = CostModel(1000.0, 100.0, 0.0, 10.0, 0.0)
     settings = Settings(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, 64, 8, 8, 512)
-    alone = predict(settings, jobs, prices, hash_tokens=8)
-    sharing = predict(replace(settings, enable_reuse=True), jobs, prices, hash_tokens=8)
+    alone = predict(settings, jobs, prices)
+    sharing = predict(replace(settings, enable_reuse=True), jobs, prices)
     assert alone.num_requests == sharing.num_requests == 6
     assert sharing.ttft_p50 < alone.ttft_p50 / 2
 
@@ -225,4 +226,4 @@ def test_traces_beyond_the_bounds_are_refused(path: Path, monkeypatch: pytest.Mo
     with pytest.raises(RecordingError, match="line 2: the row is longer than 100 bytes"):
         traced(path, lines(MOONCAKE) + " " * 101)
     with pytest.raises(RecordingError, match="cannot be read: No such file"):
-        read_trace(path.with_name("nowhere"))
+        read_trace(path.with_name("nowhere"), TraceOptions())

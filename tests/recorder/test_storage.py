@@ -222,7 +222,7 @@ def predict_other(text: str | bytearray) -> None:
         {"policy": GUARANTEED, "num_blocks": fewer, "max_batch_size": 3},
     ]
     other = replace(settings, **changes[len(text) % 3])
-    predict(other, workload.jobs, PRICES, hash_tokens=workload.tokens_per_block)
+    predict(other, workload.jobs, PRICES)
 
 
 def outcome(text: str | bytearray) -> str:

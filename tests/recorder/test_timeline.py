@@ -12,9 +12,9 @@ from support.scheduler_world import make_request
 
 from inflight_recorder.settings import RecordingError, Settings
 from inflight_recorder.timeline import Activity, Timeline, assign_tracks, build_timeline
-from inflight_scheduler import FinishReason
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6, 40)
+IDLE = (Activity.WAITING, Activity.PAUSED, Activity.IDLE)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,6 @@ def test_lanes_tell_what_the_world_did(world: RecordedWorld, timeline: Timeline)
         assert lane.end_reason == request.finish_reason.name.lower()
         assert lane.num_pauses == request.num_pauses
     assert {lane.end_reason for lane in timeline.lanes} >= {"length", "cancelled", "end_id"}
-    assert FinishReason.LENGTH.name.lower() == "length"
 
 
 def test_intervals_cover_each_life_without_gap_or_overlap(timeline: Timeline) -> None:
@@ -57,6 +56,8 @@ def test_intervals_cover_each_life_without_gap_or_overlap(timeline: Timeline) ->
                 assert re.match(r"paused as victim of request \d+", after.first_reason)
             if after.activity is Activity.CONTEXT:
                 assert before.activity is Activity.WAITING
+        for interval in lane.intervals:
+            assert bool(interval.first_reason) == (interval.activity in IDLE)
 
 
 def test_a_waiting_request_goes_on_waiting_while_another_expires() -> None:
@@ -95,19 +96,21 @@ def test_intervals_add_up_to_the_iterations(timeline: Timeline) -> None:
         assert contexts == timeline.num_context[index]
 
 
-def test_every_waiting_request_has_a_reason(timeline: Timeline) -> None:
-    idle = (Activity.WAITING, Activity.PAUSED, Activity.IDLE)
-    for lane in timeline.lanes:
-        for interval in lane.intervals:
-            assert bool(interval.first_reason) == (interval.activity in idle)
-
-
 def test_more_spans_than_memory_is_for_are_refused(
     world: RecordedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inflight_recorder.timeline.MAX_NUM_INTERVALS", 100)
     with pytest.raises(RecordingError, match="more than 100 intervals: cut the recording"):
         build_timeline(read(world.text))
+    with pytest.raises(RecordingError, match="holds no request: nothing was scheduled yet"):
+        build_timeline(read(RecordedWorld(SETTINGS).text))
+
+
+def test_above_so_many_lanes_no_reasons_are_asked_for(world: RecordedWorld) -> None:
+    lanes = build_timeline(read(world.text), max_lanes_with_reasons=20).lanes
+    assert any(each.first_reason for lane in lanes[:20] for each in lane.intervals)
+    reasons = [each.first_reason for lane in lanes[21:] for each in lane.intervals]
+    assert not any(reason.startswith("waiting") for reason in reasons)
 
 
 def test_tracks_hold_one_request_at_a_time(timeline: Timeline) -> None:
@@ -118,9 +121,3 @@ def test_tracks_hold_one_request_at_a_time(timeline: Timeline) -> None:
         for before, after in pairwise(mine):
             assert before.end is not None
             assert before.end <= after.start
-
-
-def test_an_empty_recording_is_no_picture() -> None:
-    text = RecordedWorld(SETTINGS).text
-    with pytest.raises(RecordingError, match="holds no request"):
-        build_timeline(read(text))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from support.recorder_worlds import (
     MAX_UTILIZATION,
     PRICES,
     DraftingWorld,
-    EngineSearchingWorld,
     RecordedWorld,
     SearchingWorld,
     TextSink,
@@ -33,13 +33,14 @@ from inflight_recorder.timeline import build_timeline
 from inflight_recorder.whatif import predict
 from inflight_recorder.workload import (
     Job,
-    RecordedWorkload,
     Summary,
+    Workload,
     make_workload,
     read_workload,
 )
 from inflight_scheduler import (
     BatchPlanner,
+    CapacitySchedulerPolicy,
     ContextChunking,
     LlmRequest,
     RequestScheduler,
@@ -52,48 +53,64 @@ DRAFTING = Settings(GUARANTEED, 200, 4, 6, max_drafting_batch=5)
 
 
 def serve(
-    world: RecordedWorld, requests: Iterable[LlmRequest], patience_us: int | None = None
+    world: RecordedWorld,
+    requests: Iterable[LlmRequest],
+    patience_us: int | None = None,
+    reply: Callable[[LlmRequest], LlmRequest | None] = lambda _: None,
 ) -> RecordedWorld:
     """Requests come some milliseconds apart and wait for a place in their order.
 
-    With a patience, whoever has no token by then has expired.
+    With a patience, one that has no token by then has expired. ``reply`` is the request that comes
+    as soon as one has ended.
     """
     settings, rng = world.recorder.settings, random.Random(5)
     came: dict[int, int] = {}
-    coming, queue = [], list[tuple[float, int, LlmRequest]]()
-    time_us = 0
-    for number, request in enumerate(requests, start=1):
-        time_us += rng.randint(0, 2500)
-        came[request.request_id], request.arrival = time_us, number
+    coming, queue = deque[LlmRequest](), list[tuple[float, int, LlmRequest]]()
+
+    def come(request: LlmRequest, time_us: int) -> None:
+        came[request.request_id], request.arrival = time_us, len(came) + 1
         coming.append(request)
+
+    time_us = 0
+    for request in requests:
+        time_us += rng.randint(0, 2500)
+        come(request, time_us)
     while coming or queue or world.active or world.running:
         if not world.active and not world.running and not queue:
             world.clock.time_us = max(world.clock.time_us, float(came[coming[0].request_id]))
         now = world.clock.time_us
         while coming and came[coming[0].request_id] <= now:
-            request = coming.pop(0)
+            request = coming.popleft()
             assert request.arrival is not None
             rank = rank_at_arrival(request.arrival, request.priority, settings.priority_span)
             heapq.heappush(queue, (rank, request.arrival, request))
         while queue and len(world.active) < settings.max_batch_size:
             _, _, request = heapq.heappop(queue)
             world.arrive(request, came[request.request_id] * 1000)
-        for request in list(world.active):
-            is_late = patience_us is not None and came[request.request_id] + patience_us <= now
-            if is_late and request.num_generated_tokens == 0:
-                world.end(request, "late")
+        if patience_us is not None:
+            expire(world, {each for each in came if came[each] + patience_us <= now})
+        num_finished = len(world.finished)
         if world.active or world.running:
             world.iterate()
         else:
             world.recorder.finish_iteration()
+        for next_one in filter(None, map(reply, world.finished[num_finished:])):
+            last_us = came[coming[-1].request_id] if coming else 0
+            come(next_one, max(int(world.clock.time_us), last_us))
     return world
 
 
-def predicted(settings: Settings, workload: RecordedWorkload) -> tuple[Summary, str]:
+def expire(world: RecordedWorld, late_ids: set[int]) -> None:
+    """End those that have no token."""
+    for request in list(world.active):
+        if request.request_id in late_ids and request.num_generated_tokens == 0:
+            world.end(request, "late")
+
+
+def predicted(settings: Settings, workload: Workload) -> tuple[Summary, str]:
     """A prediction with the true prices, and its recording, which replays."""
     sink = TextSink()
-    hash_tokens = workload.tokens_per_block
-    summary = predict(settings, workload.jobs, PRICES, hash_tokens=hash_tokens, sink=sink)
+    summary = predict(settings, workload.jobs, PRICES, sink=sink)
     result = replay(read(sink.text))
     assert result.divergence is None, str(result)
     assert read_workload(read(sink.text)).latencies.summary() == replace(summary, num_refused=0)
@@ -130,12 +147,12 @@ def starts(text: str) -> list[int]:
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_urgent_requests_start_first_as_they_did(
-    policy: object, span: float, max_batch_size: int, is_overlapped: bool
+    policy: CapacitySchedulerPolicy, span: float, max_batch_size: int, is_overlapped: bool
 ) -> None:
     """Some wait for a place, others for blocks: the order is one."""
     settings = replace(
         ORDERED,
-        policy=policy,  # type: ignore[arg-type]
+        policy=policy,
         priority_span=span,
         max_batch_size=max_batch_size,
         is_overlapped=is_overlapped,
@@ -149,37 +166,20 @@ def test_urgent_requests_start_first_as_they_did(
     assert (first == sorted(first)) == (span == 0)
 
 
-def test_another_span_is_another_order() -> None:
-    requests = [make_request(i, 8, 20, priority=float(i > 30)) for i in range(1, 41)]
-    workload = read_workload(read(serve(RecordedWorld(ORDERED, prices=PRICES), requests).text))
-    _, text = predicted(replace(ORDERED, priority_span=0), workload)
-    assert starts(text) == sorted(starts(text)), "the order of arrival"
-
-
+@pytest.mark.fast(4)
+@pytest.mark.parametrize("is_overlapped", [False, True])
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
-def test_beams_are_as_they_were(policy: object) -> None:
-    """Their rows, their blocks and their pauses; what they generate twice counts once."""
-    settings = replace(SEARCHING, policy=policy)  # type: ignore[arg-type]
-    world = serve(EngineSearchingWorld(settings, PRICES), map(searching, range(1, 25)))
-    measured = check_as_recorded(world)
-    assert (world.num_pauses > 0) == (policy is MAX_UTILIZATION)
-    jobs = read_workload(read(world.text)).jobs
-    assert measured.num_tokens == sum(job.num_new_tokens for job in jobs)
-    assert any(job.num_new_tokens < 16 for job in jobs), "some ended early"
-    assert {job.beam_width for job in jobs} == {3}
-
-
 @pytest.mark.parametrize("is_equal", [False, True])
 @pytest.mark.parametrize("has_others", [False, True])
-@pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
-def test_overlapped_beams_are_as_they_were(
-    policy: object, has_others: bool, is_equal: bool
+def test_beams_are_as_they_were(
+    policy: CapacitySchedulerPolicy, is_overlapped: bool, has_others: bool, is_equal: bool
 ) -> None:
-    """A step with beams is waited for before the next decision; others run beside that.
+    """Their rows, their blocks and their pauses; what they generate twice counts once.
 
-    Some come in a turn in which only its tokens do, and are more urgent than those who wait.
+    An overlapped step with beams is waited for before the next decision; others run beside that.
+    Some come in a turn in which only its tokens do, and are more urgent than those that wait.
     """
-    settings = replace(SEARCHING, policy=policy, num_blocks=18, is_overlapped=True)  # type: ignore[arg-type]
+    settings = replace(SEARCHING, policy=policy, num_blocks=18, is_overlapped=is_overlapped)
     priorities = [0.5 if is_equal else (0.0, 0.5, 0.9)[i % 3] for i in range(24)]
     requests = [
         make_request(i, 5, 15, priority=priority)
@@ -190,12 +190,15 @@ def test_overlapped_beams_are_as_they_were(
     world = serve(SearchingWorld(settings, PRICES), requests)
     measured = check_as_recorded(world)
     assert (world.num_pauses > 0) == (policy is MAX_UTILIZATION)
+    jobs = read_workload(read(world.text)).jobs
     assert measured.num_requests == 24
+    assert measured.num_tokens == sum(job.num_new_tokens for job in jobs)
+    assert {job.beam_width for job in jobs} == ({1, 2, 3} if has_others else {2, 3})
 
 
 def test_searches_that_are_over_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """All 24 have more entries than there may be at once, the 8 that run have not."""
-    world = serve(EngineSearchingWorld(SEARCHING, PRICES), map(searching, range(1, 25)))
+    world = serve(SearchingWorld(SEARCHING, PRICES), map(searching, range(1, 25)))
     monkeypatch.setattr(simulator, "MAX_BEAM_ENTRIES", 8 * 3 * -(-(9 + 16) // 4))
     check_as_recorded(world)
     monkeypatch.setattr(simulator, "MAX_BEAM_ENTRIES", 40)
@@ -206,7 +209,7 @@ def test_searches_that_are_over_do_not_count(monkeypatch: pytest.MonkeyPatch) ->
 def test_beams_under_other_settings() -> None:
     """Overlapped, with fewer blocks, in an iteration too small for them."""
     mixed = [searching(i) if i % 3 else make_request(i, 5, 9) for i in range(1, 25)]
-    workload = read_workload(read(serve(EngineSearchingWorld(SEARCHING, PRICES), mixed).text))
+    workload = read_workload(read(serve(SearchingWorld(SEARCHING, PRICES), mixed).text))
     num_tokens = sum(job.num_new_tokens for job in workload.jobs)
     for changes in ({"is_overlapped": True}, {"num_blocks": 21}, {"policy": GUARANTEED}):
         summary, _ = predicted(replace(SEARCHING, **changes), workload)
@@ -322,39 +325,25 @@ def test_under_a_scheduler_of_the_user_a_prediction_refuses_and_tells_as_the_ser
     build_timeline(read(sink.text))
 
 
-def talk(settings: Settings, num_talks: int = 12, seed: int = 1) -> RecordedWorld:
-    """Requests with one of three beginnings come by the clock, and come again with their answer.
+def talk(settings: Settings, num_talks: int) -> RecordedWorld:
+    """Requests with one of three beginnings come, and come again with their answer.
 
     None ends early, so a prediction has the same tokens to generate.
     """
-    world = RecordedWorld(settings, prices=PRICES)
-    rng = random.Random(seed)
-    coming: deque[tuple[int, LlmRequest]] = deque()
-    time_us = 0
+    rng = random.Random(1)
+    requests = []
     for number in range(1, num_talks + 1):
-        time_us += int(rng.expovariate(1 / 3000))
-        length = rng.randint(8, 24)
-        request = make_request(number, length, rng.randint(3, 8), family=rng.randint(1, 3))
+        text = make_request(number, rng.randint(8, 24), family=rng.randint(1, 3)).tokens
         own = [90 + number] * rng.randint(1, 3)
-        again = LlmRequest(number, [*request.tokens[:-3], *own], request.max_new_tokens)
-        coming.append((time_us, again))
-    next_id = num_talks + 1
-    while coming or world.active or world.running:
-        if not world.active and not world.running:
-            world.clock.time_us = max(world.clock.time_us, float(coming[0][0]))
-        while coming and coming[0][0] <= world.clock.time_us:
-            if len(world.active) == settings.max_batch_size:
-                break
-            came_us, request = coming.popleft()
-            world.arrive(request, came_us * 1000)
-        num_finished = len(world.finished)
-        world.iterate()
-        for request in world.finished[num_finished:]:
-            if request.request_id <= num_talks and request.num_tokens < 30:
-                came_us = max(int(world.clock.time_us), coming[-1][0] if coming else 0)
-                coming.append((came_us, LlmRequest(next_id, [*request.tokens, 88], 4)))
-                next_id += 1
-    return world
+        requests.append(LlmRequest(number, [*text[:-3], *own], rng.randint(3, 8)))
+    ids = count(num_talks + 1)
+
+    def reply(request: LlmRequest) -> LlmRequest | None:
+        if request.request_id > num_talks or request.num_tokens >= 30:
+            return None
+        return LlmRequest(next(ids), [*request.tokens, 88], 4)
+
+    return serve(RecordedWorld(settings, prices=PRICES), requests, reply=reply)
 
 
 @pytest.mark.parametrize(
@@ -382,22 +371,9 @@ def test_cached_blocks_are_found_again(changes: dict[str, Any], may_copy: bool) 
     else:
         assert summary == measured
         again = read_workload(read(text))
-        assert predict(settings, again.jobs, PRICES, hash_tokens=4) == summary
-    unlike = [job._replace(hashes=b"", partial_matches={}) for job in workload.jobs]
+        assert predict(settings, again.jobs, PRICES) == summary
+    unlike = [replace(job, hashes=b"", partial_matches={}) for job in workload.jobs]
     assert predict(settings, unlike, PRICES).seconds > 1.1 * measured.seconds
-
-
-def test_larger_blocks_than_recorded_share_less_and_smaller_ones_are_refused() -> None:
-    workload = read_workload(read(talk(replace(BASE, may_copy_blocks=False)).text))
-    computed = []
-    for tokens_per_block in (4, 8, 16):
-        settings = replace(BASE, tokens_per_block=tokens_per_block, num_blocks=400)
-        sink = TextSink()
-        predict(settings, workload.jobs, PRICES, hash_tokens=4, sink=sink)
-        computed.append(sum(build_timeline(read(sink.text)).num_context_tokens))
-    assert computed[0] < computed[1] < computed[2]
-    with pytest.raises(RecordingError, match="must be a multiple of the recorded 4"):
-        predict(replace(BASE, tokens_per_block=2), workload.jobs, PRICES, hash_tokens=4)
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
@@ -419,7 +395,7 @@ def test_a_prediction_has_the_slow_iterations_and_is_the_same_each_time() -> Non
     load = Load(0, 0, 10, 1000)
     samples = [Sample(load, 2000 + 90_000 * (n % 20 == 7)) for n in range(1000)]
     cost = fit_cost_model(samples)
-    even = replace(cost, noise=(cost.mean_noise,))
+    even = cost._replace(noise=(cost.mean_noise,))
     first, again, smooth = (predict(SETTINGS, JOBS, each) for each in (cost, cost, even))
     assert first == again
     assert first.itl_p50 < smooth.itl_p50
@@ -437,32 +413,6 @@ def test_a_prediction_is_arithmetic() -> None:
     assert summary.tokens_per_second == pytest.approx(4 / summary.seconds)
 
 
-@pytest.mark.parametrize("chunking", [None, ContextChunking(unit_size=4)])
-def test_every_job_runs_and_a_prediction_can_be_replayed(chunking: ContextChunking | None) -> None:
-    workload = RecordedWorkload(jobs=JOBS)
-    summary, text = predicted(Settings(MAX_UTILIZATION, 24, 4, 8, 64, chunking), workload)
-    assert summary.num_requests == 60
-    assert summary.num_tokens == sum(job.num_new_tokens for job in JOBS)
-    again = read_workload(read(text))
-    assert sum(job.num_new_tokens for job in again.jobs) == summary.num_tokens
-    assert fit_cost_model(again.samples).relative_error < 0.01
-
-
-def test_a_request_that_could_never_run_is_refused() -> None:
-    jobs = [*JOBS, Job(10**7, 60, 80, 80)]
-    summary = predict(SETTINGS, jobs, PRICES)
-    assert (summary.num_refused, summary.num_requests) == (1, 60)
-
-
-def test_more_blocks_pause_less() -> None:
-    few = predict(SETTINGS, JOBS, PRICES)
-    many = predict(Settings(MAX_UTILIZATION, 400, 4, 8, 64), JOBS, PRICES)
-    assert few.num_pauses > 0
-    assert few.num_recomputed_tokens > 0
-    assert (many.num_pauses, many.num_recomputed_tokens) == (0, 0)
-    assert many.ttft_p99 < few.ttft_p99
-
-
 def test_of_a_context_paused_in_the_middle_its_end_is_not_computed_again() -> None:
     """Request 2 computes 4 tokens beside each of the other one, which opens a block after the
     fourth: 16 of 24 are computed then, and all 24 once the other one has ended."""
@@ -476,15 +426,6 @@ def test_of_a_context_paused_in_the_middle_its_end_is_not_computed_again() -> No
     assert (summary.num_pauses, summary.num_recomputed_tokens) == (1, 16)
     jobs = [Job(0, 4, 12, 12), Job(0, 24, 2, 2)]
     assert predict(settings, jobs, PRICES).num_recomputed_tokens == 16
-
-
-def test_time_in_the_queue_before_a_place_counts() -> None:
-    """The second request comes at once, and is taken when the first has ended."""
-    workload = RecordedWorkload(jobs=[Job(0, 4, 10, 10), Job(0, 4, 10, 10)])
-    summary, text = predicted(Settings(GUARANTEED, 24, 4, 1), workload)
-    assert [job.arrival_us for job in read_workload(read(text)).jobs] == [0, 0]
-    both = predict(Settings(GUARANTEED, 24, 4, 2), workload.jobs, PRICES)
-    assert both.ttft_p99 < summary.ttft_p99 / 2
 
 
 def test_a_few_lines_do_not_keep_a_prediction_busy_for_hours(
@@ -509,9 +450,9 @@ def test_a_prediction_of_what_was_recorded_takes_as_many_steps(
 ) -> None:
     """So the bound, a hundred times that, is too low for no recording of requests that ended."""
     settings = replace(SETTINGS, is_overlapped=is_overlapped)
-    workload = read_workload(read(predicted(settings, RecordedWorkload(jobs=JOBS))[1]))
+    workload = read_workload(read(predicted(settings, Workload(jobs=JOBS))[1]))
     monkeypatch.setattr(whatif, "MIN_STEPS", 0)
     monkeypatch.setattr(whatif, "STEPS_PER_STEP", 1)
     predict(settings, workload.jobs, PRICES, num_recorded_steps=workload.num_steps)
     with pytest.raises(RecordingError, match="this prediction takes more than"):
-        predict(settings, workload.jobs, PRICES, num_recorded_steps=workload.num_steps - 1)
+        predict(settings, workload.jobs, PRICES, num_recorded_steps=(workload.num_steps or 0) - 1)

@@ -8,10 +8,10 @@ import pytest
 from support.recorder_worlds import BASE, GUARANTEED, PRICES, RecordedWorld, long_ring, play, read
 from support.scheduler_world import make_request
 
-from inflight_recorder.settings import RecordingError, Settings
+from inflight_recorder.settings import Settings
 from inflight_recorder.timeline import Activity, build_timeline
 from inflight_recorder.whatif import predict
-from inflight_recorder.workload import Job, Latencies, check_jobs, make_workload, read_workload
+from inflight_recorder.workload import Latencies, make_workload, read_workload
 from inflight_scheduler import ContextChunking
 
 SETTINGS = replace(BASE, enable_reuse=False, may_copy_blocks=False, max_num_tokens=64)
@@ -37,16 +37,6 @@ def test_percentiles_are_the_nearest_rank() -> None:
     assert summary.seconds == pytest.approx(0.110)
 
 
-def test_running_requests_are_the_batch_and_paused_ones_count() -> None:
-    latencies = Latencies()
-    one, two, three, four = (make_request(number) for number in range(4))
-    latencies.decided(([one], [two, three], []))
-    latencies.decided(([], [two], [three, four]))
-    latencies.decided(([one], [two], []))
-    summary = latencies.summary()
-    assert (summary.max_batch, summary.num_pauses) == (3, 2)
-
-
 def test_tokens_that_come_at_once_share_the_time() -> None:
     latencies = Latencies()
     latencies.arrived(1, 0)
@@ -62,18 +52,14 @@ def test_tokens_that_come_at_once_share_the_time() -> None:
 
 def test_a_request_in_flight_before_counts_from_there() -> None:
     latencies = Latencies()
-    latencies.found(7, 100, 500)
-    latencies.advanced(7, 1000, 101)
-    latencies.advanced(7, 1500, 102)
+    request = make_request(7)
+    for token in range(3):
+        request.add_new_token(token)
+    latencies.found(request, 500)
+    latencies.advanced(7, 1000, 4)
+    latencies.advanced(7, 1500, 5)
     assert latencies.summary().num_tokens == 2
     assert (latencies.summary().seconds, latencies.summary().itl_p99) == (0.001, 0.5)
-
-
-def test_no_time_has_passed_where_no_token_came() -> None:
-    latencies = Latencies()
-    latencies.arrived(1, 5_000_000)
-    latencies.ended(1)
-    assert (latencies.summary().seconds, latencies.summary().tokens_per_second) == (0.0, 0.0)
 
 
 def test_jobs_of_a_recording_are_what_was_asked_and_given() -> None:
@@ -108,22 +94,17 @@ def test_patience_is_the_time_from_arrival_to_end() -> None:
     assert [job.patience_us for job in jobs] == [None, ended_us - came_us]
 
 
-def test_what_was_measured_is_measured_from_where_the_ring_begins() -> None:
+def test_a_ring_is_measured_from_its_beginning() -> None:
+    """Requests before and behind it are counted."""
     text = long_ring()
     iterations = list(read(text))
-    assert len(read(text).header.active) == 20
     span = (iterations[-1].start_us + iterations[-1].step_us - iterations[0].start_us) / 1e6
-    measured = read_workload(read(text)).latencies.summary()
-    num_tokens = sum(
-        len(i.decision.context) + len(i.decision.generation) for i in iterations if i.decision
-    )
+    workload = read_workload(read(text))
+    measured = workload.latencies.summary()
+    num_tokens = sum(i.decision.num_requests for i in iterations if i.decision)
     assert measured.num_tokens == num_tokens
     assert measured.seconds == pytest.approx(span)
     assert measured.tokens_per_second == pytest.approx(num_tokens / span)
-
-
-def test_requests_before_and_behind_the_ring_are_counted() -> None:
-    workload = read_workload(read(long_ring()))
     assert (workload.num_found, workload.num_unended) == (20, 3)
     assert [job.num_new_tokens for job in workload.jobs] == [400, 5, 400, 5, 400, 5]
     summary = predict(Settings(GUARANTEED, 3000, 4, 40, 640), workload.jobs, PRICES)
@@ -159,18 +140,6 @@ def test_only_what_is_computed_again_is_recomputed() -> None:
             num_decided += sum(chunk.num_tokens for chunk in chunks)
             paused.update(iteration.decision.paused)
     assert 0 < recomputed < num_decided / 2, "most of what a pause gives up is still cached"
-
-
-def test_jobs_know_equal_blocks_of_the_recorded_size_and_its_multiples() -> None:
-    jobs = [Job(0, 4, 4, 4, hashes=bytes(8))]
-    for tokens_per_block in (16, 32, 48):
-        check_jobs(jobs, 16, tokens_per_block)
-    for tokens_per_block in (8, 24):
-        with pytest.raises(RecordingError, match=r"it must be a multiple of the recorded 16"):
-            check_jobs(jobs, 16, tokens_per_block)
-        check_jobs([Job(0, 4, 4, 4)], 16, tokens_per_block)  # nothing is shared
-    with pytest.raises(RecordingError, match="holds no request that came"):
-        check_jobs([], 16, 16)
 
 
 def test_a_workload_is_repeatable_and_as_asked() -> None:

@@ -1,4 +1,4 @@
-"""The order of the active requests, and how long anybody waits."""
+"""The order of the active requests, and how long they wait."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_priority_descends_and_arrival_decides_among_equals() -> None:
     assert ids(active_with(0.5, 0.1, 0.9, 0.5, 0.9)) == ([2, 4, 0, 3, 1],)
 
 
-def test_the_span_bounds_who_is_passed() -> None:
+def test_the_span_bounds_how_many_pass() -> None:
     # With a span of 4, a request of priority 0.5 is passed by fewer than 4 * (1 - 0.5) = 2.
     assert ids(active_with(0.5, 1.0, 1.0, 1.0, span=4)) == ([1, 0, 2, 3],)
     assert ids(active_with(0.0, 1.0, 0.0, span=0)) == ([0, 1, 2],), "0: in order of arrival"
@@ -50,7 +50,7 @@ def test_the_span_bounds_who_is_passed() -> None:
     priorities=st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]), max_size=40),
     span=st.sampled_from([0.0, 1.0, 3.0, 10.0, 1000.0]),
 )
-def test_nobody_is_passed_by_more_than_the_documented_number(
+def test_no_request_is_passed_by_more_than_the_documented_number(
     priorities: list[float], span: float
 ) -> None:
     order = ids(active_with(*priorities, span=span))[0]
@@ -109,8 +109,8 @@ def test_phases_follow_the_requests() -> None:
     assert (len(active), active.get(0), active.get(2)) == (2, None, three)
 
 
-def test_changes_of_who_generates_lead_from_one_view_to_the_next() -> None:
-    """Whoever noted the view before need not note all of the next one."""
+def test_changes_of_generation_lead_from_one_view_to_the_next() -> None:
+    """A recorder that noted the view before need not note all of the next one."""
     active = active_with(*[0.5] * 6)
     zero, one, two, three, four, five = active
     assert active.generation_changes(active.generation) is None, "nobody has asked before"
@@ -129,7 +129,7 @@ def test_changes_of_who_generates_lead_from_one_view_to_the_next() -> None:
     assert active.generation_changes(known) == ()
 
 
-def test_changes_that_nobody_asks_for_are_bounded() -> None:
+def test_unread_changes_are_bounded() -> None:
     active = active_with(0.5, 0.5)
     before, request = active.generation, active[0]
     assert active.generation_changes(before) is None
@@ -157,7 +157,7 @@ def test_bad_additions_are_refused() -> None:
         active_with(span=-1)
 
 
-def test_the_usual_step_looks_only_at_who_opens_a_block() -> None:
+def test_the_usual_step_looks_only_at_requests_that_open_a_block() -> None:
     manager = BlockManager(64, 8)
     scheduler = make_scheduler(UTILIZATION, manager, max_batch_size=16)
     world = World(scheduler, manager, num_slots=16)
@@ -173,7 +173,7 @@ def test_the_usual_step_looks_only_at_who_opens_a_block() -> None:
 
 
 @pytest.mark.parametrize("enable_reuse", [False, True])
-def test_a_pause_needs_no_look_at_everybody_either(
+def test_a_pause_needs_no_walk_over_all_requests(
     enable_reuse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In each step two of 16 open a block, and the pool is full."""
@@ -205,7 +205,7 @@ def test_a_pause_needs_no_look_at_everybody_either(
     world.drain()
 
 
-def test_who_is_left_out_beside_a_pause_does_not_run() -> None:
+def test_a_request_left_out_beside_a_pause_does_not_run() -> None:
     """A user's scheduler may decide so, and a token budget, too."""
     manager = BlockManager(64, 8)
     world = World(make_scheduler(UTILIZATION, manager, max_batch_size=8), manager, num_slots=8)
@@ -221,7 +221,7 @@ def test_who_is_left_out_beside_a_pause_does_not_run() -> None:
 
 
 @pytest.mark.parametrize("policy", [UTILIZATION, CapacitySchedulerPolicy.GUARANTEED_NO_EVICT])
-def test_more_prompts_than_an_iteration_holds_need_no_look_at_everybody(
+def test_more_prompts_than_an_iteration_holds_need_no_walk_over_all_requests(
     policy: CapacitySchedulerPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait from the first one on that is over the budget; one that can never run is named."""

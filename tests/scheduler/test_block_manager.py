@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.scheduler_world import generating, make_request
 
-from inflight_scheduler import BlockManager
+from inflight_scheduler import BlockManager, LlmRequest
 
 
 def test_story_of_two_tables() -> None:
@@ -45,39 +47,11 @@ def test_integrity_sees_a_table_that_was_tampered_with() -> None:
         manager.check_integrity()
 
 
-@pytest.mark.parametrize(("num_prompt", "needed"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2)])
-def test_first_chunk_needs_the_whole_prompt(num_prompt: int, needed: int) -> None:
-    manager = BlockManager(10, 4)
-    request = make_request(1, num_prompt, max_new=20)
-    request.context_chunk_size = 1
-    assert manager.get_needed_blocks_one_step(request) == needed
-
-
 def test_later_chunks_need_nothing() -> None:
     request = make_request(1, num_prompt=9)
     request.context_chunk_size = 4
     request.move_to_next_context_chunk()
     assert BlockManager(10, 4).get_needed_blocks_one_step(request) == 0
-
-
-@pytest.mark.parametrize(
-    ("num_prompt", "one_step", "two_steps"), [(3, 0, 1), (4, 1, 1), (5, 0, 0), (2, 0, 0)]
-)
-def test_generation_needs_a_block_at_a_border(
-    num_prompt: int, one_step: int, two_steps: int
-) -> None:
-    # After the context `num_prompt` tokens are cached and the next step caches one more.
-    manager = BlockManager(10, 4)
-    request = generating(make_request(1, num_prompt, max_new=9), manager)
-    assert request.num_cached_tokens == num_prompt
-    assert manager.get_needed_blocks_one_step(request) == one_step
-    assert manager.get_needed_blocks_one_step(request, two_step_lookahead=True) == two_steps
-
-
-def test_lookahead_ends_at_the_last_token() -> None:
-    manager = BlockManager(10, 4)
-    request = generating(make_request(1, num_prompt=3, max_new=2), manager)
-    assert manager.get_needed_blocks_one_step(request, two_step_lookahead=True) == 0
 
 
 def test_cached_after_step_k_is_prompt_plus_k() -> None:
@@ -88,25 +62,6 @@ def test_cached_after_step_k_is_prompt_plus_k() -> None:
     for k in range(4):
         assert request.num_cached_tokens == 5 + k
         request.add_new_token(1)
-
-
-def test_beams_share_full_prompt_blocks_and_own_the_rest() -> None:
-    manager = BlockManager(40, 4)
-    request = make_request(1, num_prompt=9, max_new=4, beam_width=3)
-    assert manager.get_needed_blocks_one_step(request) == 2 + 3
-    # ceil(13 / 4) = 4 blocks, of which floor(9 / 4) = 2 shared and 2 for each beam
-    assert manager.get_blocks_at_completion(request) == 2 + 2 * 3
-    even = make_request(2, num_prompt=8, max_new=4, beam_width=3)
-    assert manager.get_needed_blocks_one_step(even) == 2
-    assert manager.get_needed_blocks_one_step(generating(even, manager)) == 3
-
-
-def test_to_completion_subtracts_what_is_held() -> None:
-    manager = BlockManager(10, 4)
-    request = make_request(1, num_prompt=5, max_new=8)
-    assert manager.get_remaining_blocks_to_completion(request) == 4
-    manager.allocate(1, 5)
-    assert manager.get_remaining_blocks_to_completion(request) == 2
 
 
 def test_a_pause_does_not_change_what_completion_takes() -> None:
@@ -128,3 +83,106 @@ def test_can_ever_fit_is_about_the_whole_pool() -> None:
 def test_blocks_without_room_are_refused() -> None:
     with pytest.raises(ValueError, match="tokens_per_block must be at least 1, not 0"):
         BlockManager(3, 0)
+
+
+def ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def published_one_step(manager: BlockManager, request: LlmRequest, num_steps: int) -> int:
+    """The table of the contract, cut at the window instead of 0 beyond it."""
+    size = manager.tokens_per_block
+    window = manager.window_size or 10**9
+    num_drafts = request.num_draft_tokens
+    if request.is_context_init_state:
+        num_tokens = min(request.prompt_len + min(num_drafts, request.max_new_tokens), window)
+        full, partial = divmod(num_tokens, size)
+        return full + request.beam_width * (partial > 0)
+    now = request.num_cached_tokens
+    then = now + min(num_steps * (num_drafts + 1), request.num_remaining_tokens)
+    num_blocks = ceil(min(then, window), size) - ceil(min(now, window), size)
+    return request.beam_width * num_blocks
+
+
+def published_to_completion(manager: BlockManager, request: LlmRequest) -> int:
+    size = manager.tokens_per_block
+    window = manager.window_size or 10**9
+    total = ceil(min(request.prompt_len + request.max_new_tokens, window), size)
+    shared = min(request.prompt_len, window) // size
+    num_held = manager.num_blocks_of(request.request_id)
+    return shared + (total - shared) * request.beam_width - num_held
+
+
+@given(
+    tokens_per_block=st.integers(1, 5),
+    window_size=st.none() | st.integers(1, 20),
+    num_prompt=st.integers(1, 12),
+    max_new=st.integers(1, 10),
+    num_generated=st.integers(0, 10),
+    num_drafts=st.integers(0, 6),
+    beam_width=st.integers(1, 3),
+)
+def test_the_published_rules(
+    tokens_per_block: int,
+    window_size: int | None,
+    num_prompt: int,
+    max_new: int,
+    num_generated: int,
+    num_drafts: int,
+    beam_width: int,
+) -> None:
+    manager = BlockManager(99, tokens_per_block, window_size=window_size)
+    request = make_request(1, num_prompt, max_new, beam_width=beam_width)
+    if 0 < num_generated < max_new:
+        generating(request, manager, num_generated)
+    request.set_draft_tokens([0] * num_drafts)
+    one = manager.get_needed_blocks_one_step(request)
+    two = manager.get_needed_blocks_one_step(request, two_step_lookahead=True)
+    assert one == published_one_step(manager, request, 1)
+    assert two == published_one_step(manager, request, 2)
+    to_completion = manager.get_remaining_blocks_to_completion(request)
+    assert to_completion == published_to_completion(manager, request)
+    assert one <= two <= manager.get_blocks_at_completion(request)
+    assert beam_width > 1 or two <= to_completion
+    new_blocks = manager.allocate(1, manager.num_tokens_after_step(request))
+    assert new_blocks is not None
+    assert len(new_blocks) <= one
+    assert beam_width > 1 or len(new_blocks) == one
+
+
+def test_what_wrong_drafts_leave_over_is_not_taken_again() -> None:
+    manager = BlockManager(8, 2)
+    request = generating(make_request(1, 2, 8), manager)  # 2 tokens cached, 1 block
+    request.set_draft_tokens([0, 0, 0, 0])
+    assert manager.get_needed_blocks_one_step(request) == 3  # tokens 3 to 7
+    assert manager.allocate(1, manager.num_tokens_after_step(request)) == [1, 2, 3]
+    request.set_draft_tokens(())
+    request.add_new_token(1)
+    assert manager.num_places_left(request) == 5
+    assert manager.get_needed_blocks_one_step(request) == 0
+    request.set_draft_tokens([0, 0, 0, 0, 0])
+    assert manager.get_needed_blocks_one_step(request) == 1
+    assert manager.get_needed_blocks_one_step(request, two_step_lookahead=True) == 1, "capacity"
+
+
+def test_a_request_that_may_outgrow_the_window_does_not_share() -> None:
+    manager = BlockManager(8, 2, enable_reuse=True, window_size=6)
+    short, long = make_request(1, 4, 2, family=0), make_request(2, 4, 3, family=0)
+    for request in (short, long):
+        assert manager.attach_prefix(request).num_tokens == 0
+        assert manager.allocate(request.request_id, 4) is not None
+        request.move_to_next_context_chunk()
+        request.add_new_token(1)
+        manager.release(request)
+    assert manager.num_idle_blocks == 2, "those of the short one"
+    short, long = make_request(3, 5, 1, family=0), make_request(4, 5, 2, family=0)
+    assert manager.match_prefix(short).num_tokens == 4
+    assert manager.match_prefix(long).num_tokens == 0
+    assert manager.first_missing_key(long) is None
+    assert manager.get_needed_blocks_one_step(long) == 3
+    manager.check_integrity()
+
+
+def test_a_window_is_at_least_one_token() -> None:
+    with pytest.raises(ValueError, match="window_size must be at least 1 or None, not 0"):
+        BlockManager(8, 4, window_size=0)

@@ -1,33 +1,23 @@
-"""The capacity policies of contract 4.2, one rule per test."""
+"""The capacity policies of contract 4.2, one rule per test or row."""
 
 from __future__ import annotations
 
 import pytest
-from support.scheduler_world import generating, ids, make_request
+from support.scheduler_world import Make, fresh, ids, make_request, running, started
 
 from inflight_scheduler import (
     BlockManager,
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
-    LlmRequest,
     LlmRequestState,
     MaxRequestsScheduler,
     MaxUtilizationScheduler,
 )
 
 
-def started_context(request: LlmRequest, manager: BlockManager) -> LlmRequest:
-    """A context past its first chunk of one token; it holds the blocks of its whole prompt."""
-    request.context_chunk_size = 1
-    request.move_to_next_context_chunk()
-    assert manager.allocate(request.request_id, request.prompt_len) is not None
-    return request
-
-
-class TestMaxRequests:
-    def test_takes_the_first_in_order(self) -> None:
-        requests = [make_request(i) for i in range(4)]
-        assert ids(*MaxRequestsScheduler(3).schedule_request(requests)) == ([0, 1, 2], [])
+def test_without_a_cache_the_first_in_order_fit() -> None:
+    requests = [make_request(i) for i in range(4)]
+    assert ids(*MaxRequestsScheduler(3).schedule_request(requests)) == ([0, 1, 2], [])
 
 
 @pytest.mark.parametrize(
@@ -72,142 +62,93 @@ def test_no_requests_at_all_is_refused() -> None:
         MaxRequestsScheduler(0)
 
 
-class TestGuaranteedNoEvict:
-    def test_generation_reserves_to_completion(self) -> None:
-        manager = BlockManager(num_blocks=6, tokens_per_block=4)
-        running = generating(make_request(1, num_prompt=4, max_new=12), manager)  # 1 held, 3 to go
-        too_big = make_request(2, num_prompt=8, max_new=4)  # 3 blocks; 5 free - 3 reserved = 2
-        scheduler = GuaranteedNoEvictScheduler(8, manager)
-        assert ids(*scheduler.schedule_request([running, too_big])) == ([1], [])
-        fits = make_request(3, num_prompt=4, max_new=4)
-        assert ids(*scheduler.schedule_request([running, fits])) == ([1, 3], [])
-
-    def test_the_first_that_does_not_fit_ends_the_list(self) -> None:
-        scheduler = GuaranteedNoEvictScheduler(8, BlockManager(4, 4))
-        requests = [make_request(1, 4, 4), make_request(2, 8, 8), make_request(3, 1, 1)]
-        assert ids(*scheduler.schedule_request(requests)) == ([1], [])
-
-    def test_generation_comes_first_in_the_result(self) -> None:
-        manager = BlockManager(16, 4)
-        fresh, running = make_request(1), generating(make_request(2), manager)
-        scheduler = GuaranteedNoEvictScheduler(8, manager)
-        assert ids(*scheduler.schedule_request([fresh, running])) == ([2, 1], [])
-
-    def test_count_limits_both_walks(self) -> None:
-        manager = BlockManager(16, 4)
-        running = [generating(make_request(i), manager) for i in range(3)]
-        fresh = make_request(9)
-        scheduler = GuaranteedNoEvictScheduler(2, manager)
-        assert ids(*scheduler.schedule_request([fresh, *running])) == ([0, 1], [])
-        assert ids(*scheduler.schedule_request([fresh, make_request(8), running[0]])) == (
-            [0, 9],
-            [],
-        )
-
-    def test_a_pool_without_room_never_pauses(self) -> None:
-        manager = BlockManager(4, 4)
-        running = [generating(make_request(i, num_prompt=4, max_new=4), manager) for i in (1, 2)]
-        scheduler = GuaranteedNoEvictScheduler(8, manager)
-        assert ids(*scheduler.schedule_request([*running, make_request(3)])) == ([1, 2], [])
-
-    def test_started_contexts_pass_fresh_ones(self) -> None:
-        manager = BlockManager(4, 4)
-        started = started_context(make_request(1, num_prompt=8, max_new=4), manager)
-        in_front = make_request(2, num_prompt=12, max_new=4)  # never fits next to the started one
-        scheduler = GuaranteedNoEvictScheduler(8, manager)
-        assert ids(*scheduler.schedule_request([in_front, started])) == ([1], [])
+GUARANTEED: list[tuple[str, int, int, list[Make], list[int]]] = [
+    # 1 holds a block and takes three more; 2 would need 3 of the 5 - 3 left, 3 needs 2.
+    ("generation reserves to completion", 6, 8, [running(1, 4, 12), fresh(2, 8, 4)], [1]),
+    ("what is left can be taken", 6, 8, [running(1, 4, 12), fresh(3, 4, 4)], [1, 3]),
+    (
+        "the first that does not fit ends it",
+        4,
+        8,
+        [fresh(1, 4, 4), fresh(2, 8), fresh(3, 1, 1)],
+        [1],
+    ),
+    ("generation comes first", 8, 8, [fresh(1), running(2)], [2, 1]),
+    ("count limits generation", 16, 2, [fresh(9), running(0), running(1), running(2)], [0, 1]),
+    ("count limits fresh ones", 16, 2, [fresh(9), fresh(8), running(0)], [0, 9]),
+    ("never pauses", 4, 8, [running(1, 4, 4), running(2, 4, 4), fresh(3)], [1, 2]),
+    # The fresh one never fits next to the started one.
+    ("started contexts pass fresh ones", 4, 8, [fresh(2, 12, 4), started(1, 8, 4)], [1]),
+]
 
 
-class TestMaxUtilization:
-    def test_only_the_next_step_must_fit(self) -> None:
-        manager = BlockManager(num_blocks=2, tokens_per_block=4)
-        requests = [make_request(i, num_prompt=4, max_new=4) for i in (1, 2)]
-        assert [manager.get_blocks_at_completion(request) for request in requests] == [2, 2]
-        scheduler = MaxUtilizationScheduler(8, manager)
-        assert ids(*scheduler.schedule_request(requests)) == ([1, 2], [])
+@pytest.mark.parametrize(
+    ("num_blocks", "max_num_requests", "makes", "fitting"),
+    [row[1:] for row in GUARANTEED],
+    ids=[row[0] for row in GUARANTEED],
+)
+def test_guaranteed_no_evict(
+    num_blocks: int, max_num_requests: int, makes: list[Make], fitting: list[int]
+) -> None:
+    manager = BlockManager(num_blocks, 4)
+    scheduler = GuaranteedNoEvictScheduler(max_num_requests, manager)
+    requests = [make(manager) for make in makes]
+    assert ids(*scheduler.schedule_request(requests)) == (fitting, [])
 
-    def test_blocks_taken_this_round_count(self) -> None:
-        scheduler = MaxUtilizationScheduler(8, BlockManager(3, 4))
-        requests = [make_request(i, num_prompt=8) for i in (1, 2)]
-        assert ids(*scheduler.schedule_request(requests)) == ([1], [])
 
-    def test_the_last_started_is_the_victim(self) -> None:
-        manager = BlockManager(3, 4)
-        requests = [generating(make_request(i, num_prompt=4), manager) for i in (1, 2, 3)]
-        fresh = make_request(4)
-        scheduler = MaxUtilizationScheduler(8, manager)
-        # 1 and 2 each need a block: 3 is paused for 1, then 2 is its own victim.
-        fitting, paused = scheduler.schedule_request([*requests, fresh])
-        assert ids(fitting, paused) == ([1], [3, 2])
+UTILIZATION: list[tuple[str, int, int, list[Make], list[int], list[int]]] = [
+    # Until their end both would need two blocks.
+    ("only the next step must fit", 2, 8, [fresh(1, 4, 4), fresh(2, 4, 4)], [1, 2], []),
+    ("blocks of this round count", 3, 8, [fresh(1, 8), fresh(2, 8)], [1], []),
+    # 1 and 2 each need a block: 3 is paused for 1, then 2 is its own victim.
+    (
+        "the last started is the victim",
+        3,
+        8,
+        [running(1, 4), running(2, 4), running(3, 4), fresh(4)],
+        [1],
+        [3, 2],
+    ),
+    ("one victim can do", 4, 8, [running(1, 4), running(2, 5), running(3, 2)], [1, 2], [3]),
+    ("its own victim", 2, 8, [running(1, 2), running(2, 4)], [1], [2]),
+    ("earlier ones are no victims", 2, 8, [running(1, 2), running(2, 2), fresh(3)], [1, 2], []),
+    ("an urgent one", 2, 8, [fresh(9), running(1, 2), running(2, 2)], [9, 1], [2]),
+    # The fresh one would fit, but lies behind the victim.
+    ("the end moves to the victim", 3, 8, [running(1, 4), running(2, 5), fresh(4)], [1], [2]),
+    ("a started context is a victim", 3, 8, [running(1, 4), started(2, 8)], [1], [2]),
+    ("a fresh one is no victim", 2, 8, [running(1, 2), fresh(2, 8), fresh(3)], [1], []),
+    ("the count makes victims, too", 9, 2, [fresh(9), running(1), running(2)], [9, 1], [2]),
+]
 
-    def test_one_victim_can_be_enough(self) -> None:
-        manager = BlockManager(4, 4)
-        first = generating(make_request(1, num_prompt=4), manager)
-        second = generating(make_request(2, num_prompt=5), manager)
-        third = generating(make_request(3, num_prompt=2), manager)
-        scheduler = MaxUtilizationScheduler(8, manager)
-        fitting, paused = scheduler.schedule_request([first, second, third])
-        assert ids(fitting, paused) == ([1, 2], [3])
 
-    def test_a_request_may_be_its_own_victim(self) -> None:
-        manager = BlockManager(2, 4)
-        at_ease = generating(make_request(1, num_prompt=2), manager)
-        at_border = generating(make_request(2, num_prompt=4), manager)
-        scheduler = MaxUtilizationScheduler(8, manager)
-        assert ids(*scheduler.schedule_request([at_ease, at_border])) == ([1], [2])
+@pytest.mark.parametrize(
+    ("num_blocks", "max_num_requests", "makes", "fitting", "paused"),
+    [row[1:] for row in UTILIZATION],
+    ids=[row[0] for row in UTILIZATION],
+)
+def test_max_utilization(
+    num_blocks: int,
+    max_num_requests: int,
+    makes: list[Make],
+    fitting: list[int],
+    paused: list[int],
+) -> None:
+    manager = BlockManager(num_blocks, 4)
+    scheduler = MaxUtilizationScheduler(max_num_requests, manager)
+    requests = [make(manager) for make in makes]
+    assert ids(*scheduler.schedule_request(requests)) == (fitting, paused)
 
-    def test_earlier_requests_are_never_victims(self) -> None:
-        manager = BlockManager(2, 4)
-        earlier = [generating(make_request(i, num_prompt=2), manager) for i in (1, 2)]
-        scheduler = MaxUtilizationScheduler(8, manager)
-        assert ids(*scheduler.schedule_request([*earlier, make_request(3)])) == ([1, 2], [])
 
-    def test_a_fresh_one_with_priority_takes_from_the_back(self) -> None:
-        manager = BlockManager(2, 4)
-        running = [generating(make_request(i, num_prompt=2), manager) for i in (1, 2)]
-        scheduler = MaxUtilizationScheduler(8, manager)
-        assert ids(*scheduler.schedule_request([make_request(9), *running])) == ([9, 1], [2])
+def test_outside_the_gate_none_is_a_victim() -> None:
+    manager = BlockManager(2, 4)
+    first, done = running(1, 4)(manager), running(2, 4)(manager)
+    done.state = LlmRequestState.GENERATION_COMPLETE
+    assert ids(*MaxUtilizationScheduler(8, manager).schedule_request([first, done])) == ([], [1])
 
-    def test_the_end_moves_to_the_victim(self) -> None:
-        # Request 4 is fresh and would fit, but it lies behind the victim.
-        manager = BlockManager(3, 4)
-        first = generating(make_request(1, num_prompt=4), manager)
-        victim = generating(make_request(2, num_prompt=5), manager)
-        scheduler = MaxUtilizationScheduler(8, manager)
-        fresh = make_request(4, num_prompt=1)
-        assert ids(*scheduler.schedule_request([first, victim, fresh])) == ([1], [2])
 
-    def test_a_context_past_its_first_chunk_is_started(self) -> None:
-        manager = BlockManager(3, 4)
-        first = generating(make_request(1, num_prompt=4), manager)
-        context = started_context(make_request(2, num_prompt=8), manager)
-        scheduler = MaxUtilizationScheduler(8, manager)
-        assert ids(*scheduler.schedule_request([first, context])) == ([1], [2])
-
-    def test_a_fresh_context_is_no_victim(self) -> None:
-        manager = BlockManager(2, 4)
-        running = generating(make_request(1, num_prompt=2), manager)
-        big, small = make_request(2, num_prompt=8), make_request(3)
-        scheduler = MaxUtilizationScheduler(8, manager)
-        assert ids(*scheduler.schedule_request([running, big, small])) == ([1], [])
-
-    def test_the_count_also_makes_victims(self) -> None:
-        manager = BlockManager(9, 4)
-        running = [generating(make_request(i), manager) for i in (1, 2)]
-        scheduler = MaxUtilizationScheduler(2, manager)
-        assert ids(*scheduler.schedule_request([make_request(9), *running])) == ([9, 1], [2])
-
-    def test_outside_the_gate_nobody_is_a_victim(self) -> None:
-        manager = BlockManager(2, 4)
-        first = generating(make_request(1, num_prompt=4), manager)
-        done = generating(make_request(2, num_prompt=4), manager)
-        done.state = LlmRequestState.GENERATION_COMPLETE
-        scheduler = MaxUtilizationScheduler(8, manager)
-        assert ids(*scheduler.schedule_request([first, done])) == ([], [1])
-
-    def test_two_step_lookahead_reserves_for_both_steps(self) -> None:
-        manager = BlockManager(1, 4)
-        request = generating(make_request(1, num_prompt=3), manager)
-        assert ids(*MaxUtilizationScheduler(8, manager).schedule_request([request])) == ([1], [])
-        ahead = MaxUtilizationScheduler(8, manager, two_step_lookahead=True)
-        assert ids(*ahead.schedule_request([request])) == ([], [1])
+def test_two_step_lookahead_reserves_for_both_steps() -> None:
+    manager = BlockManager(1, 4)
+    request = running(1, 3)(manager)
+    assert ids(*MaxUtilizationScheduler(8, manager).schedule_request([request])) == ([1], [])
+    ahead = MaxUtilizationScheduler(8, manager, two_step_lookahead=True)
+    assert ids(*ahead.schedule_request([request])) == ([], [1])

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.scheduler_world import generating, ids, make_request
+from support.scheduler_world import generating, make_request
 
 from inflight_scheduler import (
     ActiveRequests,
     BatchPlanner,
     BlockManager,
     ContextChunk,
-    ContextChunking,
-    ContextChunkingPolicy,
-    ContextTooLong,
     FinishReason,
-    InvalidDecision,
     LlmRequest,
-    MicroBatchScheduler,
     VerifiedSlot,
-    check_decision,
-    refusal_reason,
 )
 
 
@@ -32,88 +23,6 @@ def drafting(request: LlmRequest, num_drafts: int) -> LlmRequest:
 
 def running(request_id: int, num_drafts: int) -> LlmRequest:
     return drafting(generating(make_request(request_id, 1), BlockManager(4, 4)), num_drafts)
-
-
-class TestCost:
-    def test_generation(self) -> None:
-        micro_batch = MicroBatchScheduler(8, 8)
-        assert ids(*micro_batch.schedule([running(1, 3), running(2, 3)])) == ([], [1, 2])
-        assert ids(*micro_batch.schedule([running(1, 3), running(2, 4)])) == ([], [1])
-
-    def test_context(self) -> None:
-        micro_batch = MicroBatchScheduler(8, 8)
-        assert ids(*micro_batch.schedule([make_request(1, 5, num_drafts=3)])) == ([1], [])
-        two = [make_request(1, 3, num_drafts=1), make_request(2, 4, num_drafts=1)]
-        assert ids(*micro_batch.schedule(two)) == ([1], [])
-        with pytest.raises(ContextTooLong, match="request 1: a context of 9 tokens exceeds"):
-            micro_batch.schedule([make_request(1, 5, num_drafts=4)])
-
-
-class TestFitting:
-    """lengths, drafts, capacity -> sizes, kept drafts; units of 4."""
-
-    @pytest.mark.parametrize(
-        ("lengths", "drafts", "capacity", "sizes", "kept"),
-        [
-            ([6], [9], 15, [6], [9]),  # all fits, so nothing is cut
-            ([6], [9], 14, [6], [2]),  # completes the unit
-            ([8], [9], 14, [8], [0]),  # the chunk is exact
-            ([6], [1], 6, [6], [0]),  # no capacity left
-            ([6, 5], [9, 9], 13, [6, 5], [2, 0]),  # only what is kept is charged
-            ([6, 5], [0, 9], 13, [6, 5], [0, 2]),  # nothing for who has none
-            ([20], [3], 11, [8], [0]),  # not the last chunk
-            ([5, 2], [0, 8], 8, [5, 2], [0, 1]),
-        ],
-    )
-    def test_first_come(
-        self,
-        lengths: list[int],
-        drafts: list[int],
-        capacity: int,
-        sizes: list[int],
-        kept: list[int],
-    ) -> None:
-        assert ContextChunking(unit_size=4).chunks(lengths, drafts, capacity) == (sizes, kept)
-
-    def test_the_longest_context_bounds_them(self) -> None:
-        chunking = ContextChunking(unit_size=4, max_context_length=7)
-        assert chunking.chunks([6], [3], None) == ([6], [1])
-        assert chunking.chunks([6], [1], None) == ([6], [1])
-
-    def test_force_chunk_always_fits_them(self) -> None:
-        chunking = ContextChunking(ContextChunkingPolicy.FORCE_CHUNK, 4)
-        assert chunking.chunks([3, 4], [9, 9], None) == ([3, 4], [1, 0])
-
-    @given(
-        policy=st.sampled_from(ContextChunkingPolicy),
-        unit_size=st.integers(1, 5),
-        contexts=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 6)), max_size=5),
-        capacity=st.none() | st.integers(0, 30),
-        longest=st.none() | st.integers(5, 9),
-    )
-    def test_no_bound_is_exceeded(
-        self,
-        policy: ContextChunkingPolicy,
-        unit_size: int,
-        contexts: list[tuple[int, int]],
-        capacity: int | None,
-        longest: int | None,
-    ) -> None:
-        lengths, drafts = [c[0] for c in contexts], [c[1] for c in contexts]
-        chunking = ContextChunking(policy, unit_size, longest)
-        sizes, kept = chunking.chunks(lengths, drafts, capacity)
-        assert sum(sizes) + sum(kept) <= (10**9 if capacity is None else capacity)
-        for (length, num_drafts), size, num_kept in zip(contexts, sizes, kept, strict=True):
-            assert 0 <= num_kept <= num_drafts
-            assert num_kept == 0 or size == length
-            assert longest is None or size + num_kept <= longest
-
-    def test_the_kept_ones_are_decided_with_the_chunk(self) -> None:
-        micro_batch = MicroBatchScheduler(8, 7, chunking=ContextChunking(unit_size=4))
-        request = make_request(1, 6, num_drafts=5)
-        micro_batch.schedule([request])
-        assert (request.context_chunk_size, request.num_chunk_drafts) == (6, 1)
-        assert request.num_draft_tokens == 5, "a decision can be thrown away"
 
 
 class TestPlan:
@@ -238,47 +147,3 @@ class TestPlan:
         request = running(1, 3)
         request.pause()
         assert request.num_draft_tokens == 0
-
-
-def test_the_guard_counts_them() -> None:
-    manager = BlockManager(2, 2)
-    request = drafting(generating(make_request(1, 2, 9), manager), 3)
-
-    def check(max_num_tokens: int) -> object:
-        return check_decision(
-            ([], [request], []),
-            [request],
-            block_manager=manager,
-            num_free_slots=1,
-            max_batch_size=8,
-            max_num_tokens=max_num_tokens,
-        )
-
-    with pytest.raises(InvalidDecision, match="4 tokens are scheduled, but max_num_tokens is 3"):
-        check(3)
-    with pytest.raises(InvalidDecision, match="2 blocks are scheduled, but free blocks is 1"):
-        check(4)
-    drafting(request, 1)
-    assert check(4) == ([], [request], [])
-
-
-@pytest.mark.parametrize(
-    ("num_drafts", "may_chunk", "message"),
-    [
-        (3, False, None),
-        (4, False, "prompt of 5 plus 4 draft tokens exceeds max_num_tokens=8"),
-        (7, True, None),
-        (8, True, "a generation step of 1 beams and 8 draft tokens exceeds max_num_tokens=8"),
-    ],
-)
-def test_what_no_iteration_can_hold_is_refused(
-    num_drafts: int, may_chunk: bool, message: str | None
-) -> None:
-    reason = refusal_reason(
-        make_request(1, 5, 4, num_drafts=num_drafts),
-        block_manager=None,
-        max_num_tokens=8,
-        may_pause=True,
-        may_chunk=may_chunk,
-    )
-    assert reason is None if message is None else message in str(reason)

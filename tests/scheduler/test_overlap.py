@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from support.fake_engine import VOCAB_SIZE, tokens_alone
+from support.fake_engine import tokens_alone
 from support.overlapped_world import OverlappedWorld
-from support.scheduler_world import CHUNKINGS, make_request
+from support.scheduler_world import make_request
 
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
-    ContextChunking,
     FinishReason,
     LlmRequest,
     LlmRequestState,
@@ -20,41 +17,12 @@ from inflight_scheduler import (
     make_scheduler,
 )
 
-Spec = tuple[int, int, int, int, float, int, bytes]
-# prompt, output, end id, min length, priority, family of prompts, salt
-SPECS = st.tuples(
-    st.integers(1, 8),
-    st.integers(1, 12),
-    st.just(-1) | st.integers(0, VOCAB_SIZE - 1),
-    st.integers(0, 4),
-    st.sampled_from([0.5, 0.1, 0.9]),
-    st.integers(0, 3),
-    st.sampled_from([b"", b"", b"tenant"]),
-)
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 
 
-def make_world(
-    policy: CapacitySchedulerPolicy = GUARANTEED,
-    num_blocks: int = 8,
-    tokens_per_block: int = 4,
-    num_slots: int = 4,
-    *,
-    enable_reuse: bool = False,
-    chunking: ContextChunking | None = None,
-    max_num_tokens: int | None = None,
-) -> OverlappedWorld:
-    manager = BlockManager(
-        num_blocks, tokens_per_block, enable_reuse=enable_reuse, may_copy_blocks=True
-    )
-    scheduler = make_scheduler(
-        policy,
-        manager,
-        max_batch_size=num_slots,
-        max_num_tokens=max_num_tokens,
-        chunking=chunking,
-    )
-    return OverlappedWorld(scheduler, manager, num_slots)
+def make_world(*, enable_reuse: bool = False) -> OverlappedWorld:
+    manager = BlockManager(8, 4, enable_reuse=enable_reuse, may_copy_blocks=True)
+    return OverlappedWorld(make_scheduler(GUARANTEED, manager, max_batch_size=4), manager, 4)
 
 
 def answer_alone(request: LlmRequest) -> list[int]:
@@ -95,7 +63,7 @@ def test_a_token_behind_the_end_is_discarded() -> None:
     assert world.num_discarded_tokens == 1
 
 
-def test_who_has_ended_while_a_step_ran_is_passed_by() -> None:
+def test_a_request_that_ends_while_a_step_runs_gets_no_token() -> None:
     """Even if nothing is left of its answer, as where that begins with a stop word."""
     world = make_world()
     requests = [make_request(number, 1, 8) for number in range(3)]
@@ -112,7 +80,7 @@ def test_who_has_ended_while_a_step_ran_is_passed_by() -> None:
     assert [first.tokens, third.tokens] == [answer_alone(make_request(k, 1, 8)) for k in (0, 2)]
 
 
-def test_those_whom_the_next_step_leaves_out_get_their_tokens() -> None:
+def test_requests_that_the_next_step_leaves_out_get_their_tokens() -> None:
     world = make_world()
     requests = [make_request(number, 2, 8) for number in range(3)]
     for request in requests:
@@ -143,7 +111,9 @@ def test_nothing_that_a_lost_step_has_computed_is_reused(is_running_lost: bool) 
     world.arrive(make_request(0, 8, 4, family=1))
     world.step()
     world.arrive(make_request(1, 8, 4, family=1))
-    fail(world, is_running_lost=is_running_lost)
+    for request in world.fail(is_running_lost=is_running_lost):
+        world.stop(request)
+    world.check_invariants()
     assert (world.manager.num_idle_blocks == 0) == is_running_lost
 
 
@@ -160,7 +130,7 @@ def one_that_runs() -> tuple[OverlappedWorld, LlmRequest, ScheduledBatch]:
 
 @pytest.mark.case(66, 87)
 @pytest.mark.parametrize("is_by_token", [False, True])
-def test_numbers_that_failed_of_one_who_has_left_are_not_reused(is_by_token: bool) -> None:
+def test_numbers_that_failed_of_a_released_request_are_not_reused(is_by_token: bool) -> None:
     """Unless it left by its own last token: then the step ran in vain, and wrote nothing kept."""
     world, request, batch = one_that_runs()
     request.finish(FinishReason.END_ID if is_by_token else FinishReason.CANCELLED)
@@ -180,88 +150,3 @@ def test_numbers_that_failed_are_not_reused() -> None:
     world.stop(request)
     world.check_invariants()
     assert world.manager.num_idle_blocks == 0
-
-
-@pytest.mark.parametrize("policy", CapacitySchedulerPolicy)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    specs=st.lists(SPECS, min_size=1, max_size=7),
-    gaps=st.lists(st.integers(0, 3), min_size=7, max_size=7),
-    stops=st.dictionaries(st.integers(0, 20), st.integers(0, 6), max_size=3),
-    failures=st.dictionaries(st.integers(0, 20), st.booleans(), max_size=1),
-    num_blocks=st.integers(2, 8),
-    tokens_per_block=st.integers(1, 4),
-    num_slots=st.integers(1, 4),
-    enable_reuse=st.booleans(),
-    chunking=CHUNKINGS,
-)
-def test_answers_are_those_of_a_request_alone(
-    policy: CapacitySchedulerPolicy,
-    specs: list[Spec],
-    gaps: list[int],
-    stops: dict[int, int],
-    failures: dict[int, bool],
-    num_blocks: int,
-    tokens_per_block: int,
-    num_slots: int,
-    enable_reuse: bool,
-    chunking: ContextChunking | None,
-) -> None:
-    world = make_world(
-        policy,
-        num_blocks,
-        tokens_per_block,
-        num_slots,
-        enable_reuse=enable_reuse,
-        chunking=chunking,
-    )
-    alone: dict[int, list[int]] = {}
-    for number, (spec, gap) in enumerate(zip(specs, gaps, strict=False)):
-        answer = arrive_if_it_fits(world, number, spec)
-        if answer is not None:
-            alone[number] = answer
-        for _ in range(gap):
-            world.step()
-    for tick in range(21):
-        stopped = world.active.get(stops.get(tick, -1))
-        if stopped is not None:
-            world.stop(stopped)
-        if tick in failures and world.active:
-            fail(world, is_running_lost=failures[tick])
-        world.step()
-    world.drain()
-    world.step()
-    assert world.running is None
-    for request in world.finished:
-        expected = alone[request.request_id]
-        if request.finish_reason is FinishReason.CANCELLED:
-            expected = expected[: len(request.tokens)]
-        assert request.tokens == expected
-    assert len(world.finished) == len(alone)
-
-
-def arrive_if_it_fits(world: OverlappedWorld, number: int, spec: Spec) -> list[int] | None:
-    """The answer it must get; None if this world refuses it."""
-    num_prompt, max_new, end_id, min_length, priority, family, salt = spec
-    request = make_request(
-        number,
-        num_prompt,
-        max_new,
-        end_id=end_id,
-        min_length=min(min_length, max_new),
-        priority=priority,
-        family=family,
-        cache_salt=salt,
-    )
-    if not world.manager.can_ever_fit(request):
-        return None
-    world.arrive(request)
-    return answer_alone(request)
-
-
-def fail(world: OverlappedWorld, *, is_running_lost: bool) -> None:
-    """A step fails, and everybody in it ends."""
-    for request in world.fail(is_running_lost=is_running_lost):
-        if world.active.get(request.request_id) is request:
-            world.stop(request)
-    world.check_invariants()

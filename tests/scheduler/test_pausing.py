@@ -39,7 +39,7 @@ def num_steps_alone(lengths: Lengths) -> int:
     num_blocks=st.integers(7, 12),
     reuse=st.booleans(),
 )
-def test_whoever_is_paused_again_and_again_ends_within_the_bound(
+def test_a_request_that_is_paused_repeatedly_ends_within_the_bound(
     lengths: Lengths, num_blocks: int, reuse: bool
 ) -> None:
     world, requests = crowd(lengths, num_blocks, reuse=reuse)
@@ -59,7 +59,7 @@ def test_whoever_is_paused_again_and_again_ends_within_the_bound(
     assert [request.tokens for request in requests] == alone
 
 
-def test_the_bound_is_not_idle_talk() -> None:
+def test_pauses_are_frequent_in_a_small_pool() -> None:
     """In a small pool the last one is paused several times, and ends nonetheless."""
     world, requests = crowd([(2, 12)] * 8, 9, reuse=False)
     world.drain()

@@ -14,9 +14,9 @@ from inflight_scheduler import (
     FinishReason,
     LlmRequest,
     SamplingParams,
-    SlotPool,
     SlotSetup,
 )
+from inflight_scheduler.planning.slot_pool import SlotPool
 
 
 def make_planner(num_blocks: int = 6, num_slots: int = 4) -> BatchPlanner:
@@ -193,7 +193,7 @@ class Unsteady(BlockManager):
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_tokens_applied_in_part_only_leave_the_batch_to_be_discarded(is_overlapped: bool) -> None:
-    """Whoever has got its token, even its last one, is among those to be ended."""
+    """A request that got its token, even its last one, is among those to be ended."""
     manager = Unsteady(6, tokens_per_block=4, enable_reuse=True)
     manager.is_armed = False
     planner = BatchPlanner(manager, num_slots=4)

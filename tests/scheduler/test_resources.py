@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from support.scheduler_world import generating, ids, make_request
 
 from inflight_scheduler import (
+    POLICIES,
     ActiveRequests,
     BlockManager,
-    CapacityResult,
     CapacityScheduler,
     CapacitySchedulerPolicy,
     ContextChunking,
@@ -18,7 +18,6 @@ from inflight_scheduler import (
     ContextTooLong,
     CrossBlocks,
     GuaranteedNoEvictScheduler,
-    InvalidDecision,
     LlmRequest,
     LlmRequestState,
     MaxUtilizationScheduler,
@@ -31,10 +30,8 @@ from inflight_scheduler import (
     WaitCode,
     WaitReason,
     WindowBlocks,
-    check_decision,
     explain,
     make_scheduler,
-    refusal_reason,
 )
 from inflight_scheduler.policies.fast_path import is_applicable
 
@@ -64,50 +61,46 @@ def context_after_encoder(request_id: int, encoder_length: int) -> LlmRequest:
     return request
 
 
-@pytest.mark.parametrize("scheduler_class", [GuaranteedNoEvictScheduler, StaticBatchScheduler])
-class TestReserving:
-    def test_an_adapter_counts_once(
-        self, scheduler_class: type[GuaranteedNoEvictScheduler | StaticBatchScheduler]
-    ) -> None:
-        scheduler = scheduler_class(8, BlockManager(16, 4), resources=[pages(3)])
-        requests = [with_adapter(1, 2), with_adapter(2, 2), with_adapter(3, 1)]
-        assert ids(*scheduler.schedule_request(requests)) == ([1, 2, 3], [])
+def scheduler_class(policy: CapacitySchedulerPolicy) -> Callable[..., CapacityScheduler]:
+    return POLICIES[policy.name.lower()]
 
-    def test_who_lacks_only_pages_is_passed_over(
-        self, scheduler_class: type[GuaranteedNoEvictScheduler | StaticBatchScheduler]
-    ) -> None:
-        scheduler = scheduler_class(8, BlockManager(16, 4), resources=[pages(3)])
-        requests = [with_adapter(1, 2), with_adapter(2, 3), with_adapter(3, None)]
-        requests += [with_adapter(4, 1)]
-        assert ids(*scheduler.schedule_request(requests)) == ([1, 3, 4], [])
 
-    def test_who_lacks_blocks_too_ends_the_list(
-        self, scheduler_class: type[GuaranteedNoEvictScheduler | StaticBatchScheduler]
-    ) -> None:
-        scheduler = scheduler_class(8, BlockManager(4, 4), resources=[pages(3)])
-        requests = [with_adapter(1, 2), with_adapter(2, 3, num_prompt=12), with_adapter(3, None)]
-        assert ids(*scheduler.schedule_request(requests)) == ([1], [])
+Adapters = list[tuple[int, int | None, int]]  # id, adapter, prompt
 
-    def test_cross_blocks_are_reserved_and_end_the_list(
-        self, scheduler_class: type[GuaranteedNoEvictScheduler | StaticBatchScheduler]
-    ) -> None:
-        cross = CrossBlocks(BlockManager(4, 4))
-        scheduler = scheduler_class(8, BlockManager(16, 4), resources=[pages(1), cross])
-        requests = [context_after_encoder(i, length) for i, length in ((1, 9), (2, 8), (3, 4))]
-        assert ids(*scheduler.schedule_request(requests)) == ([1], [])  # 3 of 4, then 2
 
-    def test_cross_blocks_are_needed_at_the_first_chunk_only(
-        self, scheduler_class: type[GuaranteedNoEvictScheduler | StaticBatchScheduler]
-    ) -> None:
-        manager, cross = BlockManager(16, 4), BlockManager(4, 4)
-        scheduler = scheduler_class(8, manager, resources=[CrossBlocks(cross)])
-        request = context_after_encoder(1, 13)
-        request.context_chunk_size = 1
-        request.move_to_next_context_chunk()
-        assert manager.allocate(1, 2) is not None
-        assert cross.allocate(1, 13) is not None
-        assert cross.num_free_blocks == 0
-        assert ids(*scheduler.schedule_request([request])) == ([1], [])
+@pytest.mark.parametrize("policy", [GUARANTEED, STATIC], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    ("num_blocks", "adapters", "fitting"),
+    [
+        (16, [(1, 2, 1), (2, 2, 1), (3, 1, 1)], [1, 2, 3]),  # an adapter counts once
+        # A request that lacks only pages is passed over; one that lacks blocks ends the list.
+        (16, [(1, 2, 1), (2, 3, 1), (3, None, 1), (4, 1, 1)], [1, 3, 4]),
+        (4, [(1, 2, 1), (2, 3, 12), (3, None, 1)], [1]),
+    ],
+)
+def test_three_pages_are_reserved(
+    policy: CapacitySchedulerPolicy, num_blocks: int, adapters: Adapters, fitting: list[int]
+) -> None:
+    scheduler = scheduler_class(policy)(8, BlockManager(num_blocks, 4), resources=[pages(3)])
+    requests = [with_adapter(*adapter) for adapter in adapters]
+    assert ids(*scheduler.schedule_request(requests)) == (fitting, [])
+
+
+@pytest.mark.parametrize("policy", [GUARANTEED, STATIC], ids=lambda policy: policy.name)
+def test_cross_blocks_are_reserved_and_end_the_list(policy: CapacitySchedulerPolicy) -> None:
+    """All of them for the first chunk, and none later."""
+    manager, cross = BlockManager(16, 4), BlockManager(4, 4)
+    resources = [pages(1), CrossBlocks(cross)]
+    scheduler = scheduler_class(policy)(8, manager, resources=resources)
+    requests = [context_after_encoder(i, length) for i, length in ((1, 9), (2, 8), (3, 4))]
+    assert ids(*scheduler.schedule_request(requests)) == ([1], [])  # 3 of 4, then 2
+    later = context_after_encoder(4, 13)
+    later.context_chunk_size = 1
+    later.move_to_next_context_chunk()
+    assert manager.allocate(4, 2) is not None
+    assert cross.allocate(4, 13) is not None
+    assert cross.num_free_blocks == 0
+    assert ids(*scheduler.schedule_request([later])) == ([4], [])
 
 
 def test_running_adapters_are_reserved_first() -> None:
@@ -243,7 +236,7 @@ class TestDisaggregated:
     def test_no_step_runs_for_them(self) -> None:
         scheduler = make_scheduler(GUARANTEED, BlockManager(4, 4), max_batch_size=8)
         result = scheduler.schedule_request([self.coming(1), make_request(2, 4, 4)], ())
-        assert ids(*result, result.fitting_disagg_gen_init) == ([2], [], [], [1])
+        assert ids(*result) == ([2], [], [])
 
     def test_a_context_whose_kv_leaves_layer_by_layer_is_a_context(self) -> None:
         scheduler = make_scheduler(
@@ -268,17 +261,14 @@ class TestDisaggregated:
         assert ids(*scheduler.schedule_request([on_its_way])) == ([1], [])
 
     def test_a_plain_pair_of_a_user_is_enough(self) -> None:
-        class Everybody(CapacityScheduler):
+        class All(CapacityScheduler):
             def schedule_request(
                 self, active_requests: Sequence[LlmRequest]
             ) -> tuple[list[LlmRequest], list[LlmRequest]]:
                 return list(active_requests), []
 
-        scheduler = SimpleScheduler(Everybody(8), MicroBatchScheduler(8))
-        result = scheduler.schedule_request([make_request(1)], ())
-        assert ids(*result, result.fitting_disagg_gen_init) == ([1], [], [], [])
-        assert isinstance(Everybody(8).schedule_request([]), tuple)
-        assert not isinstance(Everybody(8).schedule_request([]), CapacityResult)
+        scheduler = SimpleScheduler(All(8), MicroBatchScheduler(8))
+        assert ids(*scheduler.schedule_request([make_request(1)], ())) == ([1], [], [])
 
 
 class Doors:
@@ -286,7 +276,6 @@ class Doors:
 
     name = "doors"
     ends_walk = True
-    serves_encoder = False
 
     def __init__(self, num_total: int) -> None:
         self.num_total = num_total
@@ -322,7 +311,7 @@ def test_a_resource_of_a_user_counts_like_ours(policy: CapacitySchedulerPolicy) 
     assert str(reasons[3]) == "waiting for doors: needs 1, free 0"
 
 
-def test_reasons_of_those_who_are_passed_over() -> None:
+def test_reasons_of_requests_that_are_passed_over() -> None:
     scheduler = make_scheduler(
         GUARANTEED, BlockManager(16, 4), max_batch_size=8, resources=[pages(3)]
     )
@@ -371,49 +360,6 @@ def test_the_short_way_is_for_blocks_and_our_own_rules_only() -> None:
     for request in (with_adapter(1, None), with_adapter(2, 1), make_request(3, beam_width=2)):
         active.add(request)
     assert active.num_with_beams_or_adapter == 2
-
-
-def test_what_can_never_run_is_refused_on_arrival() -> None:
-    resources: list[Resource] = [WindowBlocks(BlockManager(1, 4, window_size=8)), pages(2)]
-    resources += [CrossBlocks(BlockManager(2, 4))]
-
-    def reason(request: LlmRequest, max_num_tokens: int | None = None) -> str | None:
-        return refusal_reason(
-            request,
-            block_manager=BlockManager(99, 4),
-            max_num_tokens=max_num_tokens,
-            may_pause=False,
-            resources=resources,
-        )
-
-    assert reason(make_request(1, 1, 3, lora_task_id=2, encoder_length=8)) is None
-    assert "needs 3 PEFT pages, but there are 2" in str(reason(with_adapter(1, 3, 0)))
-    assert "needs 2 KV blocks of window 8, but there are 1" in str(reason(make_request(1, 90, 9)))
-    too_long = make_request(1, 1, 1, encoder_length=9)
-    assert "needs 3 cross KV blocks, but there are 2" in str(reason(too_long))
-    too_long.encoder_length = 8
-    assert "encoder input of 8 tokens exceeds max_num_tokens=7" in str(reason(too_long, 7))
-    resources.clear()
-    wide = make_request(1, 1, 1, beam_width=3)
-    assert "a generation step of 3 beams and 0 draft tokens" in str(reason(wide, 2))
-
-
-def test_the_guard_counts_them() -> None:
-    active = [with_adapter(1, 1), with_adapter(2, 2)]
-
-    def check(resources: Sequence[Resource]) -> object:
-        return check_decision(
-            (active, [], []),
-            active,
-            block_manager=BlockManager(8, 4),
-            num_free_slots=8,
-            max_batch_size=8,
-            resources=resources,
-        )
-
-    assert check([pages(3)]) == (active, [], [])
-    with pytest.raises(InvalidDecision, match="3 PEFT pages are scheduled, but free PEFT pages is"):
-        check([pages(2)])
 
 
 def test_bad_settings_are_refused() -> None:

@@ -6,7 +6,8 @@ import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing
+from itertools import islice
 from typing import Any
 
 from inflight_client import AsyncInflightClient, GenerateChunk, GenerateResult, InflightClient
@@ -60,9 +61,16 @@ class Caller(ABC):
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any: ...
 
     @abstractmethod
+    def _read(self, method: str, count: int | None, *arguments: Any, **options: Any) -> list[Any]:
+        """The first ``count`` items of a stream or feed, all for None."""
+
     def stream(
         self, prompt: Prompt, max_tokens: int, leave_after: int | None = None, **options: Any
-    ) -> list[GenerateChunk]: ...
+    ) -> list[GenerateChunk]:
+        return self._read("stream", leave_after, prompt, max_tokens, **options)
+
+    def stats(self, count: int, follow: bool = True) -> list[dict[str, Any]]:
+        return self._read("stats", count, follow)
 
     @abstractmethod
     def cancel_when(self, prompt: str, is_time: Callable[[], bool]) -> list[GenerateChunk]:
@@ -71,9 +79,6 @@ class Caller(ABC):
     @abstractmethod
     def close_when(self, prompt: str, is_time: Callable[[], bool]) -> None:
         """Read a stream whose client another thread or task closes once ``is_time``."""
-
-    @abstractmethod
-    def stats(self, count: int, follow: bool = True) -> list[dict[str, Any]]: ...
 
 
 def _run_when(is_time: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
@@ -101,16 +106,13 @@ class SyncCaller(Caller):
         with InflightClient(**self._settings) as client:
             return getattr(client, method)(*arguments, **options)
 
-    def stream(
-        self, prompt: Prompt, max_tokens: int, leave_after: int | None = None, **options: Any
-    ) -> list[GenerateChunk]:
-        chunks: list[GenerateChunk] = []
+    def _read(self, method: str, count: int | None, *arguments: Any, **options: Any) -> list[Any]:
         with InflightClient(**self._settings) as client:
-            for chunk in client.stream(prompt, max_tokens, **options):
-                chunks.append(chunk)
-                if len(chunks) == leave_after:
-                    break
-        return chunks
+            items = getattr(client, method)(*arguments, **options)
+            found = list(islice(items, count))
+            if method == "stats":
+                items.close()  # ends the feed
+            return found
 
     def cancel_when(self, prompt: str, is_time: Callable[[], bool]) -> list[GenerateChunk]:
         with InflightClient(**self._settings) as client:
@@ -129,15 +131,6 @@ class SyncCaller(Caller):
         finally:
             thread.join()
 
-    def stats(self, count: int, follow: bool = True) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        with InflightClient(**self._settings) as client, closing(client.stats(follow)) as feed:
-            for stats in feed:
-                found.append(stats)
-                if len(found) == count:
-                    break
-        return found
-
 
 class AsyncCaller(Caller):
     """`AsyncInflightClient`, in an event loop per call."""
@@ -149,20 +142,18 @@ class AsyncCaller(Caller):
 
         return asyncio.run(run())
 
-    def stream(
-        self, prompt: Prompt, max_tokens: int, leave_after: int | None = None, **options: Any
-    ) -> list[GenerateChunk]:
-        async def run() -> list[GenerateChunk]:
-            chunks: list[GenerateChunk] = []
+    def _read(self, method: str, count: int | None, *arguments: Any, **options: Any) -> list[Any]:
+        async def run() -> list[Any]:
+            found: list[Any] = []
             async with (
                 AsyncInflightClient(**self._settings) as client,
-                aclosing(client.stream(prompt, max_tokens, **options)) as stream,
+                aclosing(getattr(client, method)(*arguments, **options)) as items,
             ):
-                async for chunk in stream:
-                    chunks.append(chunk)
-                    if len(chunks) == leave_after:
+                async for item in items:
+                    found.append(item)
+                    if len(found) == count:
                         break
-            return chunks
+            return found
 
         return asyncio.run(run())
 
@@ -196,21 +187,6 @@ class AsyncCaller(Caller):
             await task
 
         asyncio.run(run())
-
-    def stats(self, count: int, follow: bool = True) -> list[dict[str, Any]]:
-        async def run() -> list[dict[str, Any]]:
-            found: list[dict[str, Any]] = []
-            async with (
-                AsyncInflightClient(**self._settings) as client,
-                aclosing(client.stats(follow)) as feed,
-            ):
-                async for stats in feed:
-                    found.append(stats)
-                    if len(found) == count:
-                        break
-            return found
-
-        return asyncio.run(run())
 
 
 CALLERS: dict[str, type[SyncCaller] | type[AsyncCaller]] = {

@@ -1,10 +1,10 @@
-"""Random EBNF grammars, and what they derive by Earley's algorithm: a character at a time, without
+"""Random EBNF grammars, and what they derive, by trying every rule: a character at a time, without
 regexes, and told of nothing but the grammar."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 CHARACTERS = "abc()éè"
@@ -19,24 +19,7 @@ _CLASSES = {
     "[éa]": "éa",
     r"[^\n]": CHARACTERS,
 }
-_LITERALS = (
-    "a",
-    "b",
-    "c",
-    "ab",
-    "bc",
-    "abc",
-    "aa",
-    "aab",
-    "cab",
-    "(",
-    ")",
-    "()",
-    "é",
-    "éa",
-    "è",
-    "",
-)
+_LITERALS = ["", "a", "b", "c", "ab", "bc", "abc", "aa", "aab", "cab", "(", ")", "()", "é", "éa"]
 _TIMES: dict[str, tuple[int, int | None]] = {
     "*": (0, None),
     "+": (1, None),
@@ -50,8 +33,8 @@ _TIMES: dict[str, tuple[int, int | None]] = {
 
 @dataclass(frozen=True)
 class Node:
-    """A part of a grammar: a ``kind`` of `_TIMES` repeats its only part; ``text`` is what a
-    literal, a class or a reference to a rule is."""
+    """A part of a grammar: a ``kind`` of `_TIMES` repeats its only part; ``text`` is that of a
+    literal, a class or a reference to a rule."""
 
     kind: str
     text: str = ""
@@ -84,101 +67,79 @@ def random_rules(source: random.Random) -> dict[str, Node]:
     return {**rules, "root": Node("choice", parts=(nested, rules["root"]))}
 
 
-_Symbol = int | frozenset[str]
-_Item = tuple[int, tuple[_Symbol, ...], int, int]
-"""What is derived, as which symbols, how many of them are read, and where it began."""
+def has_texts(rules: Mapping[str, Node]) -> bool:
+    """True if every rule derives a text."""
+    known: set[str] = set()
 
-
-class Grammar:
-    """Productions of symbols: a number is derived further, a set is one of its characters."""
-
-    def __init__(self, rules: Mapping[str, Node]) -> None:
-        self._made: dict[int, list[tuple[_Symbol, ...]]] = {}
-        self._names = {name: self._new() for name in rules}
-        for name, node in rules.items():
-            self._made[self._names[name]].append((self._convert(node),))
-        self._start = self._names["root"]
-        has_texts = self._closed_under(lambda symbol: isinstance(symbol, frozenset))
-        self.is_whole = set(self._made) == has_texts
-        self._may_be_empty = self._closed_under(lambda symbol: False)
-
-    def begin(self) -> list[set[_Item]]:
-        """The chart of a text that has not begun."""
-        return self._grown([], {(self._start, each, 0, 0) for each in self._made[self._start]})
-
-    def read(self, chart: list[set[_Item]], character: str) -> list[set[_Item]]:
-        """The chart with one more character, which must be one that may be `next`."""
-        moved = {
-            (head, body, num_read + 1, start)
-            for head, body, num_read, start in chart[-1]
-            if num_read < len(body)
-            and isinstance(symbol := body[num_read], frozenset)
-            and character in symbol
-        }
-        return self._grown(chart, moved)
-
-    def next(self, chart: list[set[_Item]]) -> set[str]:
-        """The characters that may follow, if the grammar `is_whole`."""
-        following = (body[n] for _, body, n, _ in chart[-1] if n < len(body))
-        return {each for symbol in following if isinstance(symbol, frozenset) for each in symbol}
-
-    def may_end(self, chart: list[set[_Item]]) -> bool:
-        """True if the text is one."""
-        ended = ((head, start) for head, body, n, start in chart[-1] if n == len(body))
-        return (self._start, 0) in ended
-
-    def _new(self) -> int:
-        number = len(self._made)
-        self._made[number] = []
-        return number
-
-    def _convert(self, node: Node) -> _Symbol:
+    def derives(node: Node) -> bool:
         if node.kind == "rule":
-            return self._names[node.text]
-        if node.kind == "class":
-            return frozenset(_CLASSES[node.text])
-        number, parts = self._new(), tuple(map(self._convert, node.parts))
-        if node.kind == "literal":
-            self._made[number].append(tuple(frozenset(each) for each in node.text))
-        elif node.kind == "sequence":
-            self._made[number].append(parts)
-        elif node.kind == "choice":
-            self._made[number] += [(each,) for each in parts]
-        else:
-            least, most = _TIMES[node.kind]
-            more = self._new()
-            self._made[more] += [(), parts if most is not None else (more, *parts)]
-            behind = (more,) * (1 if most is None else most - least)
-            self._made[number].append(parts * least + behind)
-        return number
+            return node.text in known
+        if node.kind in _TIMES and _TIMES[node.kind][0] == 0:
+            return True
+        return (any if node.kind == "choice" else all)(map(derives, node.parts or ()))
 
-    def _closed_under(self, is_known: Callable[[_Symbol], bool]) -> set[int]:
-        """What derives a sequence of what is known."""
+    while more := {name for name, node in rules.items() if name not in known and derives(node)}:
+        known |= more
+    return known == set(rules)
+
+
+class Derivation:
+    """Whether ``text`` is derived from the root of ``rules``, which all have texts, and which
+    characters may come behind it."""
+
+    def __init__(self, rules: Mapping[str, Node], text: str) -> None:
+        self.next: set[str] = set()
+        self._rules = rules
+        self._text = text
+        self._ends: dict[tuple[str, int], set[int]] = {}  # of what a rule derives from a place on
+        while True:  # a rule that begins with itself needs what is found last
+            before = {key: set(ends) for key, ends in self._ends.items()}
+            self._tried: set[tuple[str, int]] = set()
+            self.is_whole = len(text) in self._match(Node("rule", "root"), 0)
+            if self._ends == before:
+                break
+
+    def _match(self, node: Node, start: int) -> set[int]:
+        """The places where a text of ``node`` that begins at ``start`` may end."""
+        if node.kind == "rule":
+            return self._match_rule(node.text, start)
+        if node.kind in ("literal", "class"):
+            classes = [*node.text] if node.kind == "literal" else [_CLASSES[node.text]]
+            return self._read(classes, start)
+        if node.kind == "choice":
+            return set().union(*(self._match(each, start) for each in node.parts))
+        if node.kind == "sequence":
+            ends = {start}
+            for part in node.parts:
+                ends = set().union(*(self._match(part, end) for end in ends))
+            return ends
+        return self._repeat(node, start)
+
+    def _match_rule(self, name: str, start: int) -> set[int]:
+        key = (name, start)
+        ends = self._ends.setdefault(key, set())
+        if key not in self._tried:
+            self._tried.add(key)
+            ends |= self._match(self._rules[name], start)
+        return set(ends)
+
+    def _read(self, classes: list[str], start: int) -> set[int]:
+        for place, characters in enumerate(classes, start):
+            if place == len(self._text):
+                self.next |= set(characters)
+            if self._text[place : place + 1] not in [*characters]:
+                return set()
+        return {start + len(classes)}
+
+    def _repeat(self, node: Node, start: int) -> set[int]:
+        least, most = _TIMES[node.kind]
         found: set[int] = set()
-        while True:
-            more = {
-                head
-                for head, bodies in self._made.items()
-                if any(all(each in found or is_known(each) for each in body) for body in bodies)
-            }
-            if more == found:
-                return found
-            found = more
-
-    def _grown(self, chart: list[set[_Item]], items: set[_Item]) -> list[set[_Item]]:
-        """``chart`` with one more set, all that follows from ``items``."""
-        here, waiting, sets = len(chart), list(items), [*chart, items]
-        while waiting:
-            head, body, num_read, start = waiting.pop()
-            made: list[_Item] = []
-            if num_read == len(body):
-                for each in sets[start]:
-                    if each[2] < len(each[1]) and each[1][each[2]] == head:
-                        made.append((each[0], each[1], each[2] + 1, each[3]))
-            elif isinstance(symbol := body[num_read], int):
-                made += [(symbol, each, 0, here) for each in self._made[symbol]]
-                if symbol in self._may_be_empty:
-                    made.append((head, body, num_read + 1, start))
-            waiting += [each for each in made if each not in items]
-            items.update(made)
-        return sets
+        ends, count = {start}, 0
+        while ends and not (count >= least and ends <= found):
+            if count >= least:
+                found |= ends
+            if count == most:
+                break
+            ends = set().union(*(self._match(node.parts[0], end) for end in ends))
+            count += 1
+        return found

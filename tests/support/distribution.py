@@ -6,7 +6,7 @@ from xdist.scheduler import LoadFileScheduling
 
 
 class Distribution(LoadFileScheduling):  # type: ignore[misc]
-    """A file at a time goes to whoever is free; tests/e2e is one piece.
+    """A file at a time goes to a process that is free; tests/e2e is one piece.
 
     Its tests share a server, start others of several processes, and watch a clock: one of them at a
     time is enough. Beside them the other processes run what needs a core and no clock.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from support.manager_harness import WAIT
 from support.triton_harness import wait_until
 from tokenizers import Tokenizer
 
-from inflight_backend.guided.compiler import GuideCompiler, PendingGuide
+from inflight_backend.guided import matchers
+from inflight_backend.guided.compiler import GuidedDecodingConfig, GuideService, PendingGuide
 from inflight_backend.guided.guide import Guide, GuideType
 from inflight_backend.guided.masks import AnswerGuides
 from inflight_scheduler import LlmRequest
@@ -18,6 +22,7 @@ from inflight_server.serve.settings import DEMO_MODEL
 
 TOKENIZER = DEMO_MODEL / "tokenizer.json"
 VOCAB_SIZE, END = 270, 1  # some ids more than the tokenizer has
+JSON = Guide(GuideType.JSON)
 REGEX, SCHEMA, EBNF = GuideType.REGEX, GuideType.JSON_SCHEMA, GuideType.EBNF_GRAMMAR
 
 
@@ -44,15 +49,15 @@ MANY_WAYS = json.dumps(
 """A schema whose texts can be read in ever more ways, the longer they are."""
 
 
-def make_compiler() -> GuideCompiler:
+def make_service() -> GuideService:
     """One with nothing in its cache."""
-    return GuideCompiler(TOKENIZER.read_text, VOCAB_SIZE, END)
+    return GuideService(GuidedDecodingConfig(), DEMO_MODEL, VOCAB_SIZE, can_mask=True)
 
 
 @lru_cache
-def shared_compiler() -> GuideCompiler:
+def shared_service() -> GuideService:
     """One for all tests that do not count what is compiled."""
-    return make_compiler()
+    return make_service()
 
 
 @lru_cache
@@ -66,9 +71,9 @@ def tokens(text: str) -> list[int]:
     return list(tokenizer().encode(text, add_special_tokens=False).ids)
 
 
-def compile_guide(guide: Guide, compiler: GuideCompiler | None = None) -> PendingGuide:
+def compile_guide(guide: Guide, service: GuideService | None = None) -> PendingGuide:
     """Wait until ``guide`` is compiled or refused."""
-    pending = (compiler or shared_compiler()).start(guide)
+    pending = (service or shared_service()).start(guide, lambda: None)
     wait_until(lambda: pending.is_settled)
     return pending
 
@@ -76,29 +81,58 @@ def compile_guide(guide: Guide, compiler: GuideCompiler | None = None) -> Pendin
 class Answer:
     """An answer to a guided request, token by token."""
 
-    def __init__(self, guide: Guide, compiler: GuideCompiler | None = None) -> None:
-        pending = compile_guide(guide, compiler)
-        self.guides = AnswerGuides(VOCAB_SIZE)
-        self.guides.tokenizer_end_id = END
-        self.request = LlmRequest(1, [5], 100_000, end_id=END)
-        self.guides.add(1, pending.take(), pending.recompile)
+    def __init__(
+        self,
+        guide: Guide,
+        service: GuideService | None = None,
+        guides: AnswerGuides | None = None,
+        number: int = 1,
+    ) -> None:
+        """``guides`` may hold others as well, ``number`` is the id of the request."""
+        self._guides = AnswerGuides(VOCAB_SIZE) if guides is None else guides
+        self._guides.tokenizer_end_id = END
+        self.request = LlmRequest(number, [5], 100_000, end_id=END)
+        self._guides.add(number, compile_guide(guide, service).take())
 
     def allowed(self) -> set[int]:
         """The tokens that may come next."""
-        [row] = self.guides.masks([(0, self.request)], {})
+        [row] = self._guides.masks([(0, self.request)], {})
+        return self.allowed_by(row)
+
+    @staticmethod
+    def allowed_by(row: npt.NDArray[np.int32]) -> set[int]:
+        """The tokens with a bit in a row of masks."""
         bits = np.unpackbits(row[2:].view(np.uint8), bitorder="little")
         return {int(token) for token in bits.nonzero()[0]}
 
-    def add(self, token: int) -> None:
-        """Let the answer go on with ``token``."""
+    def goes_on(self, token: int) -> bool:
+        """Let the answer go on with ``token`` if it may come next."""
+        if token not in self.allowed():
+            return False
         self.request.add_new_token(token)
+        return True
+
+
+class HeldCompiler:
+    """`GuideService` compiles when ``go_on`` is set; ``begun`` has the texts of guides whose turn
+    came, ``error`` is raised in place of a compilation."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.begun: list[str] = []
+        self.error: BaseException | None = None
+        self._to_grammar = matchers.to_grammar
+
+    def to_grammar(self, guide: Guide) -> str:
+        """In place of the function of that name."""
+        self.begun.append(guide.text)
+        assert self.go_on.wait(WAIT)
+        if self.error is not None:
+            raise self.error
+        return self._to_grammar(guide)
 
 
 def accepts(guide: Guide, text: str) -> bool:
     """True if ``text``, and the end behind it, is what the guide allows."""
     answer = Answer(guide)
-    for token in tokens(text):
-        if token not in answer.allowed():
-            return False
-        answer.add(token)
-    return END in answer.allowed()
+    return all(map(answer.goes_on, tokens(text))) and END in answer.allowed()

@@ -60,7 +60,6 @@ class LocalTriton:
 
     arrivals: list[Arrival] = field(default_factory=list)
     stops: set[str] = field(default_factory=set)
-    is_strange: bool = False  # the second token of one of several answers is that of another
     refusal: str = ""  # to the question whether it is ready; "silent": no answer
     key: tuple[str, str] | None = None  # header that every call must have, as restricted APIs want
 
@@ -114,8 +113,7 @@ class LocalTriton:
                 if values.get("return_finish_reason"):
                     tensors["finish_reason"] = ["length"]
                 if num_answers > 1:
-                    is_strange = self.is_strange and part != ids[:1]
-                    tensors["sequence_index"] = [num_answers if is_strange else index]
+                    tensors["sequence_index"] = [index]
                 yield tensors
 
     def _stats(self, is_feed: bool) -> Iterator[Tensors]:

@@ -6,9 +6,11 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from support.triton_stub import CountingEngine
 
@@ -17,6 +19,9 @@ from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
+
+if TYPE_CHECKING:
+    from inflight_backend.engine import Engine
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -59,6 +64,7 @@ class Recorder:
         self.named_tensors: dict[int, list[dict[str, Any]]] = {}
         self.done = threading.Condition()
         self.on_response: Callable[[int, bool], None] = lambda request_id, is_final: None
+        self._acts: dict[tuple[int, int], Callable[[], Any]] = {}
 
     def get(self, room: int) -> list[InferenceRequest]:
         self.rooms.append(room)
@@ -79,6 +85,9 @@ class Recorder:
                 {t.name: t.tensor for t in tensors}
             )
             self.on_response(request_id, is_final)
+            act = self._acts.pop((request_id, len(self.responses[request_id])), None)
+            if act is not None:
+                act()
             self.done.notify_all()
 
     def poll(self) -> set[int]:
@@ -88,6 +97,10 @@ class Recorder:
     def return_stats(self, text: str) -> None:
         self.events.append("stats")
         self.stats.append(json.loads(text))
+
+    def when(self, request_id: int, num_responses: int, act: Callable[[], Any]) -> None:
+        """Call ``act`` in the so-many-th response of a request, on the thread of the loop."""
+        self._acts[request_id, num_responses] = act
 
     def finals(self) -> set[int]:
         return {i for i, sent in self.responses.items() if sent[-1][1]}
@@ -100,6 +113,18 @@ class Recorder:
         with self.done:
             assert self.done.wait_for(lambda: self.finals() >= set(request_ids), WAIT)
 
+    def joined(self, request_id: int, name: str) -> Any:
+        """The rows of a tensor [1, beams, tokens, ...] of all responses."""
+        return np.concatenate([sent[name] for sent in self.named_tensors[request_id]], axis=2)
+
+    def last(self, request_id: int, name: str) -> Any:
+        """The one value of a tensor in the final response."""
+        return self.named_tensors[request_id][-1][name].item()
+
+    def total(self, key: str) -> float:
+        """The sum of a statistic over the iterations."""
+        return float(sum(stats.get(key, 0) for stats in self.stats))
+
     def tokens(self, request_id: int) -> list[int]:
         return [token for ids, _, _ in self.responses[request_id] for token in ids]
 
@@ -111,7 +136,11 @@ def running(
     policy: CapacitySchedulerPolicy | str = GUARANTEED,
     **options: Any,
 ) -> Iterator[GptManager]:
+    """A manager with the callbacks of ``recorder``; ``options`` are its own, or fields of its
+    ``optional_params``."""
     params = options.pop("params", TrtGptModelOptionalParams(max_batch_size=8))
+    names = [each.name for each in fields(params) if each.name in options]
+    params = replace(params, **{name: options.pop(name) for name in names})
     model_type = options.pop("model_type", TrtGptModelType.InflightFusedBatching)
     manager = GptManager(
         engine or CountingEngine(),
@@ -131,12 +160,41 @@ def running(
         manager.shutdown()
 
 
+def serve(
+    requests: Recorder | Sequence[InferenceRequest],
+    engine: StepEngine | Path | None = None,
+    policy: CapacitySchedulerPolicy | str = GUARANTEED,
+    **options: Any,
+) -> Recorder:
+    """Answer all requests that are there at the start, and shut down."""
+    recorder = requests if isinstance(requests, Recorder) else Recorder(requests)
+    ids = [each.request_id for each in recorder.pending if isinstance(each, InferenceRequest)]
+    with running(recorder, engine, policy, **options):
+        recorder.wait_for_finals(*ids)
+    return recorder
+
+
 def request(
     request_id: int, prompt: Sequence[int], num_new: int, *, streaming: bool = True, **values: Any
 ) -> InferenceRequest:
     return InferenceRequest.from_tokens(
         request_id, prompt, num_new, is_streaming=streaming, **values
     )
+
+
+def small_engine(folder: Path, num_tokens: int = 1024, **changes: Any) -> Engine:
+    """The engine of a tiny checkpoint on a CPU, with room for ``num_tokens`` in blocks of 4."""
+    from inflight_backend.engine import Engine, EngineConfig  # torch: seconds to import
+
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "max_batch_size": 8,
+        "tokens_per_block": 4,
+        "max_num_tokens": 64,
+        "max_seq_len": 64,
+        "max_tokens_in_paged_kv_cache": num_tokens,
+    }
+    return Engine.load(folder, EngineConfig(**(settings | changes)))
 
 
 class Once:

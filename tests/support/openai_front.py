@@ -40,14 +40,12 @@ CHATS_PATH = "/v1/chat/completions"
 
 
 def parse(
-    reader: PromptReader, body: dict[str, Any] | bytes, unknown: UnknownFields | None = None
+    reader: PromptReader, body: dict[str, Any], unknown: UnknownFields | None = None
 ) -> GenerationRequest:
     """A chat if the body has messages, else a completion."""
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    unknown, settings = unknown or UnknownFields(), FrontSettings()
-    if b'"messages"' in raw:
-        return parse_chat(raw, reader, unknown, settings)
-    return parse_completion(raw, reader, unknown, settings)
+    parse_body = parse_chat if "messages" in body else parse_completion
+    raw = json.dumps(body).encode()
+    return parse_body(raw, reader, unknown or UnknownFields(), FrontSettings())
 
 
 @asynccontextmanager

@@ -74,15 +74,16 @@ class OverlappedWorld(World):
 class MixedWorld(OverlappedWorld):
     """Switches between both loops: when a request has drafts, as the server does, and at random.
 
-    ``dice`` None: overlapped as far as possible.
+    ``share_alone`` of the other steps run alone, too.
     """
 
-    dice: random.Random | None = None
+    dice: random.Random
+    share_alone: float
     num_alone = num_overlapped = 0
 
     def step(self, decision: Decision | None = None) -> ScheduledBatch:
         """A step of either loop; one that runs alone starts after the previous one has ended."""
-        by_luck = self.dice is not None and self.dice.random() < 0.3
+        by_luck = self.dice.random() < self.share_alone
         if self.active.num_with_drafts == 0 and not by_luck:
             self.num_overlapped += 1
             return super().step(decision)

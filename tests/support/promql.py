@@ -26,7 +26,7 @@ def selectors_of(expression: str) -> list[tuple[str, dict[str, str]]]:
 
 def check(expression: str, families_of_triton: set[str]) -> None:
     """Fail unless every selector names one metric that exists, or is summed over its label, and the
-    sides of an operator have the same labels: others match nothing, and nobody is told."""
+    sides of an operator have the same labels: others match nothing, without an error."""
     selectors = selectors_of(expression)
     for family, labels in selectors:
         if family in families_of_triton:

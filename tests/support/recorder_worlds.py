@@ -10,14 +10,15 @@ from contextlib import contextmanager
 
 import pytest
 from hypothesis import strategies as st
-from support.fake_engine import VOCAB_SIZE, FakeEngine, draw
+from support.fake_engine import VOCAB_SIZE, draw
 from support.scheduler_world import make_request
 
 from inflight_recorder import recorder as recorder_module
 from inflight_recorder.cost_model import CostModel, Load
 from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.schema import format_header, format_iteration
 from inflight_recorder.settings import Lists, Settings, scheduler_of
-from inflight_recorder.storage import RecordingReader, format_header, format_iteration
+from inflight_recorder.storage import RecordingReader
 from inflight_recorder.whatif import Clock
 from inflight_scheduler import (
     ActiveRequests,
@@ -161,7 +162,7 @@ class RecordedWorld:
     def _run_overlapped(
         self, batch: ScheduledBatch, fault: str
     ) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """As `OverlappedSteps.turn`."""
+        """As `StepLoop.run_once`."""
         planner = self.planner
         before, self.running = self.running, None
         has_failed = fault == "failed" and not batch.is_empty
@@ -211,24 +212,10 @@ class RecordedWorld:
         return "".join(self.recorder.lines())
 
 
-class EngineSearchingWorld(RecordedWorld):
-    """Its requests search with beams; a fake engine tells the candidates."""
-
-    def __init__(self, settings: Settings, prices: CostModel | None = None) -> None:
-        super().__init__(settings, prices=prices)
-        self.planner = BatchPlanner(self.manager, settings.max_batch_size, self.active, 4)
-        self.scheduler = scheduler_of(settings.policy, settings, self.planner)
-        self.engine = FakeEngine(settings.num_blocks, settings.tokens_per_block, None)
-
-    def _run(self, batch: ScheduledBatch, fault: str) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        tokens = self.engine.execute(batch)
-        return self.planner.update(batch, tokens, self.engine.candidates), []
-
-
 class SearchingWorld(RecordedWorld):
     """Every request searches with 1 to 3 beams, or fewer where these do not fit.
 
-    As in `OverlappedSteps` a step of searches is settled before the next decision, in an iteration
+    As in `StepLoop` a step of searches is settled before the next decision, in an iteration
     of its own if it ends somebody.
     """
 

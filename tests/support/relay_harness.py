@@ -17,9 +17,9 @@ from support.triton_stub import FakePbUtils, FakeRequest, FakeSender
 from inflight_backend.triton.relay_server import RelayConnection, RelayListener
 from inflight_backend.triton.relay_wire import (
     Message,
-    Part,
-    RelayedEnd,
     RelayedRequest,
+    RelayedResponse,
+    Tensors,
     connect,
     pack,
     read_messages,
@@ -77,13 +77,13 @@ def vllm_model(**parameters: str) -> Iterator[Ask]:
 
 @contextmanager
 def answering(
-    answer: Callable[[RelayedRequest], Iterable[Part]], model: str = "tensorrt_llm"
+    answer: Callable[[RelayedRequest], Iterable[Tensors]], model: str = "tensorrt_llm"
 ) -> Iterator[RelayListener]:
-    """Something in the place of ``model``: each request gets the parts that ``answer`` gives."""
+    """Something in the place of ``model``: each request gets the tensors that ``answer`` gives."""
 
     def accept(request: RelayedRequest, way_back: RelayConnection) -> None:
-        for part in answer(request):
-            way_back.send(part)
+        for tensors in answer(request):
+            way_back.send(RelayedResponse(tensors))
         way_back.send(flags=1)
 
     listener = RelayListener(model, accept, on_room=lambda: None)
@@ -119,27 +119,28 @@ def asking(message: bytes) -> Iterator[socket.socket]:
         yield connection
 
 
-def answer_on(connection: socket.socket) -> list[Message]:
+def answer_on(connection: socket.socket) -> list[RelayedResponse]:
     """All that comes, with the end."""
-    answer = []
-    for each in read_messages(connection):
-        answer.append(each)
-        if isinstance(each, RelayedEnd):
-            return answer
-    raise AssertionError("no end")
+    answer = list(until_end(read_messages(connection)))
+    assert answer[-1].is_final, "no end"
+    return answer
 
 
-def answer_to(message: bytes) -> list[Message]:
+def until_end(messages: Iterable[Message]) -> Iterator[RelayedResponse]:
+    """The responses up to the one that is final."""
+    for each in messages:
+        assert isinstance(each, RelayedResponse)
+        yield each
+        if each.is_final:
+            return
+
+
+def answer_to(message: bytes) -> list[RelayedResponse]:
     """`answer_on` a connection of its own."""
     with asking(message) as connection:
         return answer_on(connection)
 
 
-def ids_in(answer: list[Message]) -> list[int]:
-    """The tokens of all parts."""
-    return [
-        int(each)
-        for part in answer
-        if isinstance(part, dict)
-        for each in np.ravel(part["output_ids"])
-    ]
+def ids_in(answer: Iterable[RelayedResponse]) -> list[int]:
+    """The tokens of all responses."""
+    return [int(i) for each in answer if each.tensors for i in np.ravel(each.tensors["output_ids"])]

@@ -1,39 +1,154 @@
-"""Random worlds that run for long: everything that may happen, in any order, from one seed."""
+"""Random worlds: settings, requests and whatever may happen to them, in any order."""
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from support.fake_engine import VOCAB_SIZE, beams_alone, tokens_alone
 from support.overlapped_world import MixedWorld
-from support.scheduler_extras import ADAPTERS, Extras, Spec, admit, guess
-from support.scheduler_world import World
+from support.scheduler_world import Decision, make_request
 
 from inflight_scheduler import (
+    BeamParams,
+    BeamSearch,
     BlockManager,
     CapacitySchedulerPolicy,
     ContextChunking,
     ContextChunkingPolicy,
+    CrossBlocks,
     FinishReason,
+    InvalidDecision,
     LlmRequest,
+    PeftPages,
+    Resource,
+    WindowBlocks,
     make_scheduler,
     refusal_reason,
 )
 
+MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+SEARCHES = (
+    BeamParams(2, 1),
+    BeamParams(2, 1, length_penalty=1.0, early_stopping=0),
+    BeamParams(2, 1, length_penalty=0.5, early_stopping=2, diversity_rate=-0.5),
+)
+"""The widths are those of the requests."""
 
-class Soak:
-    """One world with settings, arrivals, stops and failures drawn from ``seed``.
 
-    The engine finds a wrong block in every step; everything else is checked in every
-    ``check_every``-th and in the end.
+@dataclass(frozen=True)
+class Extras:
+    """Settings of a world that are seldom there: worlds without them take the fast path.
+
+    Further pools are so small that requests wait for them. ``num_cross_blocks`` and ``num_pages``
+    None: no encoders, no adapters.
     """
 
-    world_class: type[World] = World
+    window_size: int | None = None
+    further_windows: tuple[int | None, ...] = ()
+    num_cross_blocks: int | None = None
+    num_pages: int | None = None
+    max_drafts: int = 0
+    max_beams: int = 1
 
-    def __init__(self, seed: int, policy: CapacitySchedulerPolicy, check_every: int = 1) -> None:
-        self.dice = dice = random.Random(seed)
+    @classmethod
+    def drawn(
+        cls, dice: random.Random, policy: CapacitySchedulerPolicy, enable_reuse: bool
+    ) -> Extras:
+        """At random, without what the policy or block reuse rule out."""
+        further: list[tuple[int | None, ...]] = [(dice.randint(2, 8),), (3, None)]
+        cross = dice.choice([None] * 3 + [dice.randint(2, 8)])
+        return cls(
+            window_size=dice.choice([None] * 4 + [dice.randint(2, 12)]),
+            further_windows=() if enable_reuse else dice.choice([()] * 6 + further),
+            num_cross_blocks=None if policy == MAX_UTILIZATION else cross,
+            num_pages=dice.choice([None] * 3 + [dice.randint(3, 6)]),
+            max_drafts=dice.choice([0, 0, 1, 4]),
+            max_beams=dice.choice([1, 1, 1, 2, 4]),
+        )
+
+    def resources(self, num_blocks: int, tokens_per_block: int) -> list[Resource]:
+        """Real block managers behind all of them; adapter n has n pages."""
+        found: list[Resource] = [
+            WindowBlocks(BlockManager(num_blocks, tokens_per_block, window_size=window_size))
+            for window_size in self.further_windows
+        ]
+        if self.num_cross_blocks is not None:
+            found.append(CrossBlocks(BlockManager(self.num_cross_blocks, tokens_per_block)))
+        if self.num_pages is not None:
+            found.append(PeftPages(self.num_pages, lambda task_id: task_id))
+        return found
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One request to come."""
+
+    num_prompt: int
+    max_new: int
+    end_id: int = -1
+    min_length: int = 0
+    priority: float = 0.5
+    family: int = 0
+    cache_salt: bytes = b""
+    beam_width: int = 1
+    lora_task_id: int | None = None
+    encoder_length: int = 0
+    num_drafts: int = 0
+    search: BeamParams | None = None
+
+    @classmethod
+    def drawn(cls, dice: random.Random, extras: Extras) -> Spec:
+        """At random, without what a world of ``extras`` does not have."""
+        width = min(dice.choice([1, 1, 2, 3, 4]), extras.max_beams)
+        searches = width > 1 and extras.window_size is None and extras.max_drafts == 0
+        adapter = dice.choice([None, None, 1, 2, 3])
+        return cls(
+            num_prompt=dice.randint(1, 14),
+            max_new=dice.randint(1, 12),
+            end_id=dice.choice([-1, dice.randint(0, 10)]),
+            min_length=dice.randint(0, 3),
+            priority=dice.choice([0.0, 0.5, 0.5, 0.5, 1.0]),
+            family=dice.randint(0, 3),
+            cache_salt=dice.choice([b"", b"", b"tenant"]),
+            beam_width=width,
+            lora_task_id=None if extras.num_pages is None else adapter,
+            encoder_length=0 if extras.num_cross_blocks is None else dice.choice([0, 0, 1, 3, 5]),
+            num_drafts=min(dice.randint(0, 3), extras.max_drafts),
+            search=replace(dice.choice(SEARCHES), width=width) if searches else None,
+        )
+
+    def smaller(self) -> Spec:
+        """Less of everything; in the end a request that every world takes."""
+        is_smallest = self.num_prompt == self.max_new == 1
+        return replace(
+            self,
+            num_prompt=max(1, self.num_prompt - 1),
+            max_new=max(1, self.max_new - 1),
+            beam_width=1 if is_smallest else self.beam_width,
+            search=None if is_smallest else self.search,
+            encoder_length=max(0, self.encoder_length - 1),
+            num_drafts=max(0, self.num_drafts - 1),
+        )
+
+    def make(self, request_id: int) -> LlmRequest:
+        """The request."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return make_request(request_id, **values)
+
+
+class Soak:
+    """One world with settings, arrivals, stops and failures drawn from ``dice``.
+
+    Its steps run alone, overlap, or do either at random. The engine finds a wrong block in every
+    step; everything else is checked in every ``check_every``-th and in the end.
+    """
+
+    def __init__(
+        self, dice: random.Random, policy: CapacitySchedulerPolicy, check_every: int = 1
+    ) -> None:
+        self.dice = dice
         self.policy = policy
         max_batch_size = dice.randint(1, 6)
         num_slots = max_batch_size + dice.randint(0, 2)
@@ -41,7 +156,7 @@ class Soak:
         self.chunking = dice.choice([None, self._chunking()])
         num_blocks, tokens_per_block = dice.randint(3, 14), dice.randint(1, 4)
         enable_reuse = dice.random() < 0.6
-        self.extras = self._draw_extras().possible(policy, enable_reuse)
+        self.extras = Extras.drawn(dice, policy, enable_reuse)
         resources = self.extras.resources(num_blocks, tokens_per_block)
         manager = BlockManager(
             num_blocks,
@@ -60,23 +175,24 @@ class Soak:
             two_step_lookahead=dice.random() < 0.2,
             resources=resources,
         )
-        span = dice.choice([0, 3, 1000])
-        self.world = self.world_class(
+        self.world = MixedWorld(
             scheduler,
             manager,
             num_slots,
-            span,
+            dice.choice([0, 3, 1000]),
             resources,
             self.extras.max_drafts,
             check_every,
             self.extras.max_beams,
         )
+        self.world.dice, self.world.share_alone = dice, dice.choice([1.0, 0.3, 0.0])
         self.alone: dict[int, list[int]] = {}
+        self.searches: dict[int, BeamSearch] = {}
         self.num_arrivals = 0
         self.num_iterations = 0
 
     def run(self, num_iterations: int) -> None:
-        """That many iterations, then everybody finishes and everything is free."""
+        """That many iterations, then all requests finish and everything is free."""
         for _ in range(num_iterations):
             self.run_one(self.dice.random() < 0.4)
         self.world.drain()
@@ -88,114 +204,21 @@ class Soak:
         self.num_iterations += 1
         if may_arrive and len(self.world.active) < 12:
             self._arrive()
-        if self.extras.max_drafts:
+        if self.extras.max_drafts and self.dice.random() < 0.25:
+            self.world.settle_running()  # a guess is at what comes after the last known token
             self._guess()
         self._step()
         self._check_finished()
 
-    def _guess(self) -> None:
-        if self.dice.random() < 0.3:
-            guess(self.world, self.dice, self.alone)
-
     def _step(self) -> None:
         world, luck = self.world, self.dice.random()
-        if luck > 0.06 or not world.active:
+        if not world.active:
             world.step()
-            return
-        batch = world.plan(world.decide())
-        if luck < 0.02:
-            for request in world.planner.discard(batch):
-                request.finish(FinishReason.CANCELLED)
-                world.end(request)
-            world.check_invariants()
-            return
-        world.stop(self.dice.choice(world.active))
-        world.complete(batch)
-
-    def _arrive(self) -> None:
-        dice = self.dice
-        wish = Spec(
-            num_prompt=dice.randint(1, 14),
-            max_new=dice.randint(1, 12),
-            end_id=dice.choice([-1, dice.randint(0, 10)]),
-            min_length=dice.randint(0, 3),
-            priority=dice.choice([0.0, 0.5, 0.5, 0.5, 1.0]),
-            family=dice.randint(0, 3),
-            cache_salt=dice.choice([b"", b"", b"tenant"]),
-            beam_width=dice.choice([1, 1, 2]),
-            lora_task_id=dice.choice([None, None, *ADAPTERS]),
-            encoder_length=dice.choice([0, 0, dice.randint(1, 5)]),
-            num_drafts=dice.randint(0, 2),
-        )
-        request_id = self.num_arrivals
-        request, spec = admit(wish.within(self.extras), request_id, self._refusal_reason)
-        self.num_arrivals += 1
-        self.alone[request_id] = spec.alone(self.extras.window_size, request.tokens)
-        self.world.arrive(request)
-
-    def _refusal_reason(self, request: LlmRequest) -> str | None:
-        return refusal_reason(
-            request,
-            block_manager=self.world.manager,
-            max_num_tokens=self.max_num_tokens,
-            may_pause=self.policy == CapacitySchedulerPolicy.MAX_UTILIZATION,
-            may_chunk=self.chunking is not None,
-            resources=self.world.resources,
-        )
-
-    def _check_finished(self) -> None:
-        """Everybody got the tokens it would have got alone, or the beginning of them."""
-        for request in self.world.finished:
-            alone = self.alone.pop(request.request_id)
-            if request.finish_reason == FinishReason.CANCELLED:
-                if request.beams is not None:
-                    continue  # the best beam so far need not be the beginning of the best one
-                alone = alone[: request.num_tokens]
-            assert request.tokens == alone
-        self.world.finished.clear()
-
-    def _draw_extras(self) -> Extras:
-        """Each seldom, so that many worlds have one of them or none and take the short way."""
-        dice = self.dice
-        further = [(dice.randint(2, 8),), (3, None)]
-        return Extras(
-            window_size=dice.choice([None] * 4 + [dice.randint(2, 12)]),
-            further_windows=dice.choice([()] * 6 + further),
-            num_cross_blocks=dice.choice([None] * 3 + [dice.randint(2, 8)]),
-            num_pages=dice.choice([None] * 3 + [dice.randint(3, 6)]),
-            max_drafts=dice.choice([0, 0, 1, 4]),
-            max_beams=dice.choice([1, 1, 1, 2]),
-        )
-
-    def _chunking(self) -> ContextChunking:
-        unit_size = self.dice.randint(1, 4)
-        return ContextChunking(
-            self.dice.choice(list(ContextChunkingPolicy)),
-            unit_size,
-            self.dice.choice([None, unit_size + self.dice.randint(0, 4)]),
-        )
-
-
-class MixedSoak(Soak):
-    """The same with steps that overlap and steps that do not, in one world."""
-
-    world_class = MixedWorld
-    world: MixedWorld
-
-    def __init__(self, seed: int, policy: CapacitySchedulerPolicy, check_every: int = 1) -> None:
-        super().__init__(seed, policy, check_every)
-        self.world.dice = random.Random(seed) if self.dice.random() < 0.7 else None
-
-    def _guess(self) -> None:
-        """At what comes after the last known token."""
-        if self.dice.random() < 0.2:
-            self.world.settle_running()
-            guess(self.world, self.dice, self.alone)
-
-    def _step(self) -> None:
-        world, luck = self.world, self.dice.random()
-        if luck > 0.08 or not world.active:
+        elif luck > 0.14 or (luck > 0.08 and self.policy != MAX_UTILIZATION):
             world.step()
+            assert world.num_running > 0, "active requests and nothing runs"
+        elif luck > 0.08:
+            self._step_of_foreign_scheduler()
         elif luck > 0.05:  # while its step may run
             world.stop(self.dice.choice(world.active))
             world.step()
@@ -203,8 +226,7 @@ class MixedSoak(Soak):
             world.settle_running()
             if world.active:
                 batch = world.plan(world.decide())
-                if world.active:
-                    world.stop(self.dice.choice(world.active))
+                world.stop(self.dice.choice(world.active))
                 world.complete(batch)
         else:
             self._fail(luck < 0.01)
@@ -223,25 +245,109 @@ class MixedSoak(Soak):
                 world.end(request)
         world.check_invariants()
 
+    def _step_of_foreign_scheduler(self) -> None:
+        """What the guard lets pass can be carried out; what it refuses changes nothing.
 
-def main() -> None:
-    """As many iterations as asked for, spread over policies and seeds."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--iterations", type=int, default=100_000)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--check-every", type=int, default=1)
-    args = parser.parse_args()
-    start, num_left, seed = time.monotonic(), args.iterations, args.first_seed
-    while num_left > 0:
-        for policy in CapacitySchedulerPolicy:
-            for kind in (Soak, MixedSoak):
-                soak = kind(seed, policy, args.check_every)
-                soak.run(300)
-                num_left -= soak.num_iterations
-        seed += 1
-    seconds = time.monotonic() - start
-    sys.stdout.write(f"{args.iterations - num_left} iterations in {seconds:.0f} s\n")
+        Only where the policy that goes on can pause what was admitted.
+        """
+        world = self.world
+        world.settle_running()
+        decision = self._random_decision()
+        num_free = world.manager.num_free_blocks
+        if self._passes(decision):
+            world.complete(world.plan(decision))
+        else:
+            assert world.manager.num_free_blocks == num_free
+            world.check_invariants()
 
+    def _random_decision(self) -> Decision:
+        """As much as the guard lets pass, in any order; or careless, and sometimes nonsense."""
+        dice = self.dice
+        decision: Decision = ([], [], [])
+        context, generation, paused = decision
+        is_careful = dice.random() < 0.7
+        for request in dice.sample(list(self.world.active), len(self.world.active)):
+            right = context if request.is_context_init_state else generation
+            chosen = dice.choice([right, right, paused, None])
+            if chosen is not None:
+                chosen.append(request)
+                if is_careful and not self._passes(decision):
+                    chosen.pop()
+        return decision
 
-if __name__ == "__main__":
-    main()
+    def _passes(self, decision: Decision) -> bool:
+        try:
+            self.world.check(decision)
+        except InvalidDecision:
+            return False
+        return True
+
+    def _arrive(self) -> None:
+        """What is too large for this world is cut until it is admitted."""
+        request_id = self.num_arrivals
+        self.num_arrivals += 1
+        spec = Spec.drawn(self.dice, self.extras)
+        while self._refusal_reason(request := spec.make(request_id)) is not None:
+            spec = spec.smaller()
+        self.alone[request_id] = self._answer_alone(spec, request_id, request.tokens)
+        self.world.arrive(request)
+
+    def _answer_alone(self, spec: Spec, request_id: int, prompt: Sequence[int]) -> list[int]:
+        """Prompt and output when no other request is there."""
+        if spec.search is not None:
+            search = self.searches[request_id] = BeamSearch(spec.search, spec.max_new, spec.end_id)
+            return beams_alone(prompt, search, spec.min_length)
+        window_size = self.extras.window_size
+        return tokens_alone(prompt, spec.max_new, spec.end_id, spec.min_length, window_size)
+
+    def _guess(self) -> None:
+        """Some requests get draft tokens, many of them right, as many as an iteration can hold."""
+        dice, budget = self.dice, self.max_num_tokens
+        for request in self.world.active:
+            is_fresh = request.is_context_init_state and request.seq_slot is None
+            if not (is_fresh or request.is_generation_in_progress_state) or dice.random() < 0.4:
+                continue
+            limit = self.extras.max_drafts
+            if budget is not None:
+                limit = min(limit, budget - request.beam_width)
+                if is_fresh and self.chunking is None:
+                    limit = min(limit, budget - request.prompt_len)
+            right = self.alone[request.request_id][request.num_tokens :]
+            tokens = [
+                right[i] if i < len(right) and dice.random() < 0.7 else dice.randrange(VOCAB_SIZE)
+                for i in range(dice.randint(0, max(0, limit)))
+            ]
+            request.set_draft_tokens(tokens)
+
+    def _refusal_reason(self, request: LlmRequest) -> str | None:
+        return refusal_reason(
+            request,
+            block_manager=self.world.manager,
+            max_num_tokens=self.max_num_tokens,
+            may_pause=self.policy == MAX_UTILIZATION,
+            may_chunk=self.chunking is not None,
+            resources=self.world.resources,
+        )
+
+    def _check_finished(self) -> None:
+        """Each got the tokens it would have got alone, or, stopped, the beginning of them."""
+        for request in self.world.finished:
+            alone = self.alone.pop(request.request_id)
+            if request.finish_reason is not FinishReason.CANCELLED:
+                assert request.tokens == alone
+                is_cut = request.num_remaining_tokens == 0
+                assert is_cut or request.finish_reason is FinishReason.END_ID
+                if isinstance(request.beams, BeamSearch):
+                    search = self.searches[request.request_id]
+                    assert request.beams.hypotheses() == search.hypotheses()
+            elif request.beams is None:  # else its best beam may still have changed
+                assert request.tokens == alone[: request.num_tokens]
+        self.world.finished.clear()
+
+    def _chunking(self) -> ContextChunking:
+        unit_size = self.dice.randint(1, 4)
+        return ContextChunking(
+            self.dice.choice(list(ContextChunkingPolicy)),
+            unit_size,
+            self.dice.choice([None, unit_size + self.dice.randint(0, 4)]),
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hypothesis import strategies as st
 from support.fake_engine import VOCAB_SIZE, FakeEngine
@@ -74,7 +74,7 @@ def make_request(
         sampling=SamplingParams(min_length=min_length),
         lora_task_id=lora_task_id,
         encoder_length=encoder_length,
-        draft_tokens=[0] * num_drafts,
+        draft_tokens=(0,) * num_drafts,
     )
 
 
@@ -85,6 +85,33 @@ def generating(request: LlmRequest, manager: BlockManager, num_generated: int = 
         request.add_new_token(1)
     assert manager.allocate(request.request_id, request.num_cached_tokens) is not None
     return request
+
+
+Make = Callable[[BlockManager], LlmRequest]
+"""How a row of a table describes a request; the blocks it holds are taken from the manager."""
+
+
+def fresh(request_id: int, num_prompt: int = 1, max_new: int = 8) -> Make:
+    """A context that has not started."""
+    return lambda _: make_request(request_id, num_prompt, max_new)
+
+
+def running(request_id: int, num_prompt: int = 1, max_new: int = 8) -> Make:
+    """A request with one generated token."""
+    return lambda manager: generating(make_request(request_id, num_prompt, max_new), manager)
+
+
+def started(request_id: int, num_prompt: int, max_new: int = 8) -> Make:
+    """A context past its first chunk of one token; it holds the blocks of its whole prompt."""
+
+    def make(manager: BlockManager) -> LlmRequest:
+        request = make_request(request_id, num_prompt, max_new)
+        request.context_chunk_size = 1
+        request.move_to_next_context_chunk()
+        assert manager.allocate(request_id, num_prompt) is not None
+        return request
+
+    return make
 
 
 def ids(*groups: Sequence[LlmRequest]) -> tuple[list[int], ...]:
@@ -210,7 +237,7 @@ class World:
         self.finished.append(request)
 
     def drain(self) -> None:
-        """Everybody finishes, each in as many steps as all texts together have tokens."""
+        """All requests finish, each in as many steps as all texts together have tokens."""
         patience = sum(request.num_tokens + request.num_remaining_tokens for request in self.active)
         num_steps_left = (patience + 1) * len(self.active)
         while self.active and num_steps_left:

@@ -5,43 +5,35 @@ A server gets a temporary folder of its own, so that whatever it leaves there is
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-
 from inflight_protocol import LLM_MODEL_NAME
 
 HOST = "127.0.0.1"
-START_SECONDS = 120
-STOP_SECONDS = 60
+START_SECONDS = 240
+STOP_SECONDS = 120
 MODEL = "triton_python_backend_stub"
 TRITONSERVER = "bin/tritonserver"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
-class ServeProcess:
-    """One run of ``inflight serve`` on free ports; `stop` it, then `assert_clean`."""
+class Address:
+    """Where a server listens."""
 
-    scratch: Path
-    process: subprocess.Popen[bytes]
     http_port: int
     grpc_port: int
     metrics_port: int
-    _names: set[str] = field(default_factory=set)
-    _outside: set[Path] = field(default_factory=set)
 
     @property
     def http_url(self) -> str:
@@ -57,6 +49,16 @@ class ServeProcess:
     def metrics_url(self) -> str:
         """The Prometheus page."""
         return f"http://{HOST}:{self.metrics_port}/metrics"
+
+
+@dataclass
+class ServeProcess(Address):
+    """One run of ``inflight serve`` on free ports; `stop` it, then `assert_clean`."""
+
+    scratch: Path
+    process: subprocess.Popen[bytes]
+    _names: set[str] = field(default_factory=set)
+    _outside: set[Path] = field(default_factory=set)
 
     @property
     def stdout(self) -> str:
@@ -93,7 +95,9 @@ class ServeProcess:
         """Its exit code once it has ended by itself."""
         deadline = time.monotonic() + STOP_SECONDS
         while self.process.poll() is None:
-            assert time.monotonic() < deadline, f"still running after {STOP_SECONDS} s"
+            if time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"still running after {STOP_SECONDS} s: {self.stderr}")
             self._note_workspace()
             time.sleep(0.01)
         return self.process.returncode
@@ -112,7 +116,7 @@ class ServeProcess:
         """The process that runs ``program`` for this run, and not one that only tries whether it
         starts: that one has no arguments. Each ``model`` has one of its own."""
         found = []
-        for pid, line in self._command_lines().items():
+        for pid, line in self.processes().items():
             name, *arguments = line.rstrip("\0").split("\0")
             is_other = program == MODEL and f"/{model}/1/model.py" not in "".join(arguments)
             if name.endswith(program) and arguments and not is_other:
@@ -120,10 +124,18 @@ class ServeProcess:
         (pid,) = found
         return pid
 
+    def processes(self) -> dict[int, str]:
+        """The command lines of its processes, by pid: those that name its temporary folder."""
+        found: dict[int, str] = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace")
+        return {pid: line for pid, line in found.items() if str(self.scratch / "tmp") in line}
+
     def wait_until_gone(self, seconds: float) -> None:
         """Return when no process of the run is left; fail if one still is after ``seconds``."""
         deadline = time.monotonic() + seconds
-        while left := self._command_lines():
+        while left := self.processes():
             assert time.monotonic() < deadline, left
             time.sleep(0.02)
 
@@ -138,17 +150,9 @@ class ServeProcess:
         assert self.process.poll() is not None, "still running"
         temporary = self.scratch / "tmp"
         assert list(temporary.iterdir()) == []
-        assert self._command_lines() == {}
+        assert self.processes() == {}
         assert self.shared_memory() == set()
         assert not [path for path in self._outside if path.exists()]
-
-    def _command_lines(self) -> dict[int, str]:
-        """The processes whose command line names the temporary folder of this run."""
-        found: dict[int, str] = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace")
-        return {pid: line for pid, line in found.items() if str(self.scratch / "tmp") in line}
 
     def _note_workspace(self) -> None:
         """Remember what the run owns outside of its folder, while that folder tells.
@@ -171,9 +175,10 @@ def start_serve(
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     output: int | None = None,
+    python: str = sys.executable,
 ) -> ServeProcess:
     """Start ``inflight serve`` in ``scratch`` (its temporary files go there, and its output unless
-    there is a descriptor ``output``)."""
+    there is a descriptor ``output``), as it is installed for ``python``."""
     (scratch / "tmp").mkdir(exist_ok=True)  # by the run before
     http_port, grpc_port, metrics_port = free_ports(3)
     arguments = [
@@ -184,56 +189,25 @@ def start_serve(
         *(f"--set={key}={value}" for key, value in (settings or {}).items()),
         *options,
     ]
-    base = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(scratch / "tmp")}
+    base = {**os.environ, "TMPDIR": str(scratch / "tmp")}
     with (scratch / "stdout").open("wb") as stdout, (scratch / "stderr").open("wb") as stderr:
         process = subprocess.Popen(
-            [Path(sys.executable).parent / "inflight", "serve", *arguments],
+            [Path(python).parent / "inflight", "serve", *arguments],
             env={**base, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=stdout if output is None else output,
             stderr=stderr if output is None else output,
         )
-    return ServeProcess(scratch, process, http_port, grpc_port, metrics_port)
+    return ServeProcess(http_port, grpc_port, metrics_port, scratch, process)
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports nobody listens on now."""
+    """Different ports that are free now."""
     sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
         each.close()
     return ports
-
-
-def stream_text(
-    server: ServeProcess, prompt: str, max_tokens: int, *, model: str = "ensemble", **more: object
-) -> Iterator[str]:
-    """The pieces of text of ``generate_stream``; ``RuntimeError`` if the server sends an error."""
-    body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True, **more}
-    url = f"{server.http_url}/v2/models/{model}/generate_stream"
-    with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as response:
-        for line in response.iter_lines():
-            content = json.loads(line.removeprefix("data:")) if line.strip() else {}
-            if "error" in content:
-                raise RuntimeError(content["error"])
-            if "text_output" in content:
-                yield content["text_output"]
-
-
-def assert_counts(prompt: str, text: str, num_tokens: int) -> None:
-    """Fail unless ``text`` has ``num_tokens`` tokens, which are bytes, and ``prompt + text`` counts
-    up by one; the last number may be cut off."""
-    assert len(text) == num_tokens
-    numbers = [int(word) for word in re.findall(r"\d+", prompt + text)]
-    expected = [numbers[0] + i for i in range(len(numbers))]
-    assert numbers[:-1] == expected[:-1]
-    assert str(expected[-1]).startswith(str(numbers[-1]))
-
-
-def assert_counts_in_part(prompt: str, text: str, less_than: int) -> None:
-    """`assert_counts` of an answer that was ended before it had ``less_than`` tokens."""
-    assert 0 < len(text) < less_than
-    assert_counts(prompt, text, len(text))
 
 
 def temporary_folder(name: str) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 from support.triton_stub import CountingEngine, FakeRequest, FakeSender
 
-from inflight_backend.status import stop_file_of
+from inflight_backend.status import read_status, stop_file_of
 from inflight_backend.triton.model import TritonPythonModel
 from inflight_protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
 from inflight_protocol.tensors import make_inputs
@@ -34,6 +34,13 @@ class Gate(threading.Event):
     def close_after(self, num_steps: int) -> None:
         """Clear the gate when so many more steps have begun, however fast they are."""
         self._num_left = num_steps
+
+    def go_on(self, num_steps: int) -> None:
+        """Let the step that waits go on, until so many more have begun; the last of them waits."""
+        self.is_reached.clear()
+        self.close_after(num_steps - 1)
+        self.set()
+        assert self.is_reached.wait(WAIT)
 
     def __call__(self, batch: ScheduledBatch) -> None:
         """Before a step."""
@@ -86,12 +93,6 @@ class Server:
                 "model_version": "1",
             }
         )
-
-    @contextmanager
-    def full_disk(self) -> Iterator[None]:
-        """While entered, no status can be written."""
-        with full_disk(self.status_file):
-            yield
 
     def end_all(self) -> None:
         """What the launcher does when the drain time is over."""
@@ -168,7 +169,19 @@ def wait_until(is_true: Callable[[], bool], what: str = "it") -> None:
 
 
 def wait_until_queued(server: Server, num_queued: int) -> None:
-    deadline = time.monotonic() + WAIT
-    while len(server.model._queue) != num_queued:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: len(server.model._queue) == num_queued)
+
+
+def phase_of(server: Server) -> str:
+    """What the status file says; "" while there is none."""
+    return getattr(read_status(server.status_file), "phase", "")
+
+
+def wait_for_phase(server: Server, phase: str) -> None:
+    wait_until(lambda: phase_of(server) == phase, f"phase {phase}")
+
+
+def last_error(sender: FakeSender) -> tuple[str, int] | None:
+    """The error with which an answer ended, of which parts may have come before."""
+    error = sender.responses[-1].error
+    return None if error is None else (str(error), error.code)

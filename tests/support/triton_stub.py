@@ -229,6 +229,43 @@ class FakeSender:
         return self.cancelled
 
 
+class FailingSender(FakeSender):
+    """Some sends raise, as where shared memory is full: ``num_failures`` of those with ``flags`` or
+    more, behind the first ``num_good``."""
+
+    def __init__(self, num_failures: int = 1, *, flags: int = 0, num_good: int = 0) -> None:
+        super().__init__()
+        self.num_failures = num_failures
+        self.num_finals = 0  # that were tried
+        self._flags = flags
+        self._num_good = num_good
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        """Send, or raise."""
+        self.num_finals += bool(flags)
+        self._num_good -= 1
+        if self.num_failures and flags >= self._flags and self._num_good < 0:
+            self.num_failures -= 1
+            raise RuntimeError("shm full")
+        super().send(response, flags)
+
+
+class HeldSender(FakeSender):
+    """A send with ``flags`` or more does not return before ``release`` is set."""
+
+    def __init__(self, flags: int = 0) -> None:
+        super().__init__()
+        self.is_held, self.release = threading.Event(), threading.Event()
+        self._flags = flags
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        """Wait, then send."""
+        if flags >= self._flags:
+            self.is_held.set()
+            assert self.release.wait(180)
+        super().send(response, flags)
+
+
 class FakeRequest:
     """``pb_utils.InferenceRequest`` with its sender."""
 

@@ -15,7 +15,6 @@ from inflight_scheduler import (
     MaxUtilizationScheduler,
     MicroBatchScheduler,
     RequestScheduler,
-    ScheduleResult,
     SimpleScheduler,
 )
 
@@ -291,7 +290,7 @@ class GenerationAlone(SimpleScheduler):
 
     def schedule_request(
         self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
-    ) -> ScheduleResult:
+    ) -> Decision:
         result = super().schedule_request(active_requests, inflight_request_ids)
         context, generation, _ = result
         if generation:

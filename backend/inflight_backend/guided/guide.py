@@ -1,4 +1,4 @@
-"""What a request wants its answer to be: the kinds of guides.
+"""Kinds of guides, which restrict the answer of a request.
 
 Names are those of TensorRT-LLM's wire (`guided_decoding_guide_type`, see the guided decoding page
 of tensorrtllm_backend's documentation).

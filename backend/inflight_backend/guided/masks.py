@@ -7,19 +7,25 @@ read first, so a pause or a shared prefix changes nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.engine.interface import TokenMasks
 from inflight_backend.guided.guide import GUIDE_FIELD
+from inflight_backend.guided.matchers import EbnfMatcher
 from inflight_backend.log import get_logger
 from inflight_scheduler import LlmRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+    from inflight_backend.guided.matchers import CompiledGuide, Matcher
 
 _logger = get_logger(__name__)
 
@@ -39,79 +45,11 @@ _MAX_SECONDS_AGAIN = 0.5  # of a step, for all answers that start again; many do
 _TOKENS_AT_ONCE = 32  # of those that are read again; a token may take some ms
 
 
-class Matcher(Protocol):
-    """Follows one answer: llguidance's ``LLMatcher``, or an `EbnfMatcher`."""
-
-    def consume_tokens(self, sampled_tokens: list[int]) -> bool:
-        """Read tokens; False if the grammar does not allow them."""
-
-    def is_accepting(self) -> bool:
-        """True where the answer may end."""
-
-    def is_error(self) -> bool:
-        """True once a limit was met."""
-
-    def get_error(self) -> str:
-        """Which one."""
-
-
-class EbnfMatcher:
-    """Follows one answer with xgrammar. `consume_tokens` only notes the tokens, since each may take
-    long: `next_mask` reads them, on a thread that a step need not wait for."""
-
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        """``matcher`` is a ``GrammarMatcher`` of xgrammar."""
-        self._matcher = matcher
-        self._mask: npt.NDArray[np.int32] = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
-        self._unread: list[int] = []
-        self._error = ""
-
-    def consume_tokens(self, sampled_tokens: list[int]) -> bool:
-        """Note tokens that `next_mask` is to read."""
-        self._unread += sampled_tokens
-        return True
-
-    def next_mask(self) -> npt.NDArray[np.int32]:
-        """Read the new tokens; one bit per token that may come next, [words]."""
-        unread, self._unread = self._unread, []
-        if not all(map(self._matcher.accept_token, unread)):
-            self.fail("a token of the answer is not allowed")
-        self._matcher.fill_next_token_bitmask(self._mask)
-        row: npt.NDArray[np.int32] = self._mask[0]
-        return row
-
-    def is_accepting(self) -> bool:
-        """True where the answer may end."""
-        return bool(self._matcher.is_completed())
-
-    def fail(self, error: str) -> None:
-        """Let the answer end with an error."""
-        self._error = error
-
-    def is_error(self) -> bool:
-        """True after `fail`."""
-        return bool(self._error)
-
-    def get_error(self) -> str:
-        """Why it failed."""
-        return self._error
-
-
-Recompile = Callable[[], Matcher | None]
-"""Makes a matcher that shares nothing with those of other answers; None if there is no time."""
-
-OwnGuide = tuple[Matcher, Recompile]
-"""The matcher of one answer, and the call that makes another in its place."""
-
-
-def _cannot_recompile() -> None:
-    return None
-
-
 @dataclass(slots=True)
 class _Answer:
+    guide: CompiledGuide
     matcher: Matcher
-    recompile: Recompile
+    may_start_again: bool = True
     num_read: int = 0
     error: str = ""
 
@@ -120,21 +58,18 @@ class AnswerGuides:
     """Owner of the matchers of the active guided requests."""
 
     def __init__(self, vocab_size: int) -> None:
-        """``tokenizer_end_id`` is the end as the matchers know it; requests may have others."""
         self.tokenizer_end_id = -1
+        """The end as the matchers know it; requests may have others."""
         self._vocab_size = vocab_size
         self._answers: dict[int, _Answer] = {}
-        self._executor: Any = None  # llguidance's
+        self._executor: LLExecutor | None = None
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="EbnfMask")
         self._late: list[Future[Any]] = []  # calls of xgrammar that no step waits for any more
         self._seconds_left = 0.0  # of this step, for those that start again
 
-    def add(
-        self, request_id: int, matcher: Matcher, recompile: Recompile = _cannot_recompile
-    ) -> None:
-        """Guide a request from its first token on; if ``matcher`` has met a limit that it shares
-        with other answers', use another."""
-        self._answers[request_id] = _Answer(matcher, recompile)
+    def add(self, request_id: int, guide: CompiledGuide) -> None:
+        """Guide a request from its first token on."""
+        self._answers[request_id] = _Answer(guide, guide.new_matcher())
 
     def discard(self, request_id: int) -> None:
         """Forget a request, guided or not."""
@@ -194,22 +129,24 @@ class AnswerGuides:
         return True
 
     def _start_again(self, answer: _Answer, request: LlmRequest, latest: Mapping[int, int]) -> bool:
-        """Follow all tokens there are with another matcher, once; False if that cannot be done,
-        or if there is no time left in this step."""
+        """Read the whole answer with a matcher of its own, once; False if that cannot be done, or
+        if there is no time left in this step."""
         began = time.monotonic()
-        matcher = answer.recompile() if self._seconds_left > 0 else None
-        answer.recompile = _cannot_recompile
-        if matcher is not None:
-            tokens = _new_tokens(request, latest, 0)
-            if _follow(matcher, tokens, began + self._seconds_left):
-                answer.matcher = matcher
+        deadline = began + self._seconds_left
+        can_try = answer.may_start_again and self._seconds_left > 0
+        answer.may_start_again = False
+        matcher = answer.guide.recompile() if can_try else None
+        if matcher is not None and _follow(matcher, _new_tokens(request, latest, 0), deadline):
+            answer.matcher = matcher
+        else:
+            matcher = None
         self._seconds_left -= time.monotonic() - began
-        return answer.matcher is matcher
+        return matcher is not None
 
     def _fill(self, matchers: list[tuple[int, Matcher]], bits: npt.NDArray[np.int32]) -> None:
         """Let each matcher write its row of ``bits``, those of xgrammar on threads."""
         calls: dict[Future[npt.NDArray[np.int32]], tuple[int, EbnfMatcher]] = {}
-        others: list[tuple[Any, int]] = []
+        others: list[tuple[LLMatcher, int]] = []
         for index, matcher in matchers:
             if isinstance(matcher, EbnfMatcher):
                 calls[self._pool.submit(matcher.next_mask)] = (index, matcher)
@@ -233,7 +170,7 @@ class AnswerGuides:
                     self._late.append(call)
 
     def _fill_from_llguidance(
-        self, matchers: list[tuple[Any, int]], bits: npt.NDArray[np.int32]
+        self, matchers: list[tuple[LLMatcher, int]], bits: npt.NDArray[np.int32]
     ) -> None:
         """Few one after the other, many in parallel."""
         num_bytes = bits.shape[1] * bits.itemsize

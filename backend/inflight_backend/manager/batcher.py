@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from inflight_backend.engine.interface import PendingStep, StepEngine, StepOutputs
 from inflight_backend.errors import ConfigurationError
@@ -32,7 +32,6 @@ from inflight_backend.manager.user_scheduler import (
     find_scheduler_class,
     make_guarded,
 )
-from inflight_backend.requests.sampling import check_engine
 from inflight_backend.requests.validation import RequestLimits
 from inflight_backend.speculative.drafter import Drafter, DraftTally
 from inflight_recorder.recorder import FlightRecorder
@@ -56,76 +55,54 @@ from inflight_scheduler import (
 
 
 class StaticBatchTally:
-    """Remembers the size that the running batch had when it was formed."""
+    """The numbers of a V1 batch, and the size that it had when it was formed."""
 
     def __init__(self) -> None:
         self._batch_size = 0
+        self.stats = StaticBatchStats()
+        """Those of the plan counted last."""
 
-    def count(self, batch: ScheduledBatch, num_passed: int) -> StaticBatchStats:
-        """The numbers of ``batch``, the plan after the one counted last.
-
-        ``num_passed`` more requests generate but do not run in it, as they have another beam width:
-        their slots are not empty. An empty plan keeps the size: its turn may have read the tokens
-        of a step that ran before.
-        """
-        if batch.is_empty:
-            return StaticBatchStats()
+    def count(self, batch: ScheduledBatch, num_passed: int) -> None:
+        """Count a plan that is not empty. ``num_passed`` more requests generate but do not run in
+        it, as they have another beam width: their slots are not empty."""
         num_generating = batch.num_generation_requests
         if num_generating == 0:
             self._batch_size = len(batch.context_chunks)
-            return StaticBatchStats()
-        num_finished = self._batch_size - num_generating - num_passed
-        return StaticBatchStats(num_generating, num_finished)
+            self.stats = StaticBatchStats()
+        else:
+            num_finished = self._batch_size - num_generating - num_passed
+            self.stats = StaticBatchStats(num_generating, num_finished)
 
 
-def effective_params(
-    model_type: TrtGptModelType, params: TrtGptModelOptionalParams | None
-) -> TrtGptModelOptionalParams:
-    """With the defaults that depend on other settings: V1 computes contexts whole, and so does the
-    deterministic mode, in which other chunks could give other numbers."""
-    params = params or TrtGptModelOptionalParams()
-    is_whole = model_type == TrtGptModelType.V1 or params.deterministic_mode
-    if is_whole and params.enable_chunked_context is None:
-        return replace(params, enable_chunked_context=False)
-    return params
-
-
-def effective_policy(
+def effective_settings(
     model_type: TrtGptModelType,
     policy: CapacitySchedulerPolicy | str,
-    params: TrtGptModelOptionalParams,
-) -> CapacitySchedulerPolicy | str:
-    """``policy`` for in-flight batching; for V1 always STATIC_BATCH, which is what V1 means.
+    params: TrtGptModelOptionalParams | None,
+) -> tuple[CapacitySchedulerPolicy | str, TrtGptModelOptionalParams]:
+    """Policy and settings with the defaults that depend on others.
 
-    `ConfigurationError` for a name that is not registered, and for V1 with a setting that would
-    take its batches apart.
+    V1 means STATIC_BATCH and contexts computed whole; so does the deterministic mode compute them,
+    in which other chunks could give other numbers. `ConfigurationError` for a name that is not
+    registered, and for V1 with a setting that would take its batches apart.
     """
+    params = params or TrtGptModelOptionalParams()
+    is_v1 = model_type == TrtGptModelType.V1
     try:
-        found = find_policy(policy)
+        policy = find_policy(policy)
     except ValueError as error:
         raise ConfigurationError(f"scheduler_policy: {error}") from None
-    if model_type != TrtGptModelType.V1:
-        return found
-    if params.enable_chunked_context:
-        raise ConfigurationError(
-            "enable_chunked_context is true, but gpt_model_type V1 computes contexts whole; "
-            "set it to false or use inflight_fused_batching"
-        )
-    if params.logits_processors:
-        raise ConfigurationError(
-            "logits_processors are not available with gpt_model_type V1; remove them or use "
-            "inflight_fused_batching"
-        )
-    if params.scheduler_class is not None:
-        raise ConfigurationError(
-            f"scheduler_class = '{params.scheduler_class}' cannot schedule gpt_model_type V1; "
-            "remove it or use inflight_fused_batching"
-        )
-    return CapacitySchedulerPolicy.STATIC_BATCH
+    for name in ("enable_chunked_context", "logits_processors", "scheduler_class"):
+        if is_v1 and getattr(params, name):
+            raise ConfigurationError(
+                f"{name} is not available with gpt_model_type V1, whose contexts are whole and "
+                "whose batches are fixed; leave it out or use inflight_fused_batching"
+            )
+    if (is_v1 or params.deterministic_mode) and params.enable_chunked_context is None:
+        params = replace(params, enable_chunked_context=False)
+    return CapacitySchedulerPolicy.STATIC_BATCH if is_v1 else policy, params
 
 
 _NO_REQUESTS: Decision = ([], [], [])
-_Loaded = TypeVar("_Loaded")
 
 
 def load_engine(
@@ -154,26 +131,22 @@ def load_engine(
         "kv_cache_dtype": kv_cache.dtype,
     }
     config = EngineConfig(**(same_fields(EngineConfig, params) | changes))
-    return _on_new_thread(lambda: Engine.load(Path(model), config, on_progress))
+    # On a thread that ends before any step runs: OpenMP keeps helpers for each thread that has
+    # computed, and if they outnumber the cores it ignores ``GOMP_SPINCOUNT``, so that none of them
+    # spins for more work before it sleeps.
+    loaded: Future[Engine] = Future()
 
-
-def _on_new_thread(load: Callable[[], _Loaded]) -> _Loaded:
-    """What ``load`` returns or raises. The thread ends before any step runs: OpenMP keeps helpers
-    for each thread that has computed, and if they outnumber the cores it ignores
-    ``GOMP_SPINCOUNT``: none of them spins for more work before it sleeps."""
-    loaded: Future[_Loaded] = Future()
-
-    def run() -> None:
+    def load() -> None:
         try:
-            loaded.set_result(load())
+            loaded.set_result(Engine.load(Path(model), config, on_progress))
         except BaseException as error:  # raised by the thread that waits
             loaded.set_exception(error)
 
-    thread = threading.Thread(target=run, name="load", daemon=True)
+    thread = threading.Thread(target=load, name="load", daemon=True)
     thread.start()
-    result = loaded.result()
+    engine = loaded.result()
     thread.join()
-    return result
+    return engine
 
 
 class Batcher:
@@ -185,14 +158,18 @@ class Batcher:
         policy: CapacitySchedulerPolicy | str,
         params: TrtGptModelOptionalParams,
         max_beam_width: int = 1,
+        *,
+        is_v1: bool = False,
     ) -> None:
         self.engine = engine
         self.max_beam_width = max_beam_width
-        check_engine(engine, max_beam_width)
+        if max_beam_width > getattr(engine, "max_beam_width", 1):
+            raise ConfigurationError(
+                f"max_beam_width is {max_beam_width}, more than the engine was made for"
+            )
         self.policy = policy
         self._params = params
         self.num_paused = 0
-        self.num_passed = 0  # requests that generate and are not in the last plan
         # Engines without these attributes share full blocks only, return tokens only, and verify
         # no drafts.
         self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
@@ -214,13 +191,13 @@ class Batcher:
         self._can_verify = getattr(engine, "supports_drafts", False)
         self._drafter = self._make_drafter(params)
         self._draft_tally = DraftTally()
+        self._static_tally = StaticBatchTally() if is_v1 else None
         self.is_overlapped = params.overlap_scheduler.is_on(engine)
         self._max_batch_size = params.max_batch_size
         self._chunking = self._make_chunking(params)
         self._settings = self._make_settings(params)
         self._scheduler = self._make_scheduler(params)
         self._lists: Decision = ([], [], [])
-        self.limits = self._make_limits(params)
         self.recorder = self._make_recorder(params)
 
     def schedule(self, *, may_pause: bool = True) -> ScheduledBatch:
@@ -242,11 +219,13 @@ class Batcher:
         )
         self.recorder.decided(self.active, context, generation, paused, is_by_default=is_by_default)
         batch = self.planner.plan(context, generation, paused)
-        self.num_passed = len(self.active.generation) - batch.num_generation_requests
         self.recorder.carried_out(self.block_manager.num_free_blocks)
         self.gatherer.planned(batch)
         if batch.num_drafts:
             self._draft_tally.planned(batch, self.planner.token_owners(batch))
+        if self._static_tally is not None and not batch.is_empty:
+            num_passed = len(self.active.generation) - batch.num_generation_requests
+            self._static_tally.count(batch, num_passed)
         return batch
 
     @property
@@ -291,7 +270,8 @@ class Batcher:
         """A new batcher on the same engine; a recording to a file ends here."""
         self.recorder.close()
         params = replace(self._params, record_file=None)
-        return Batcher(self.engine, self.policy, params, self.max_beam_width)
+        is_v1 = self._static_tally is not None
+        return Batcher(self.engine, self.policy, params, self.max_beam_width, is_v1=is_v1)
 
     def measure(
         self,
@@ -300,22 +280,20 @@ class Batcher:
         iteration: int,
         num_waiting: int,
         num_repairs: int,
-        static_batch: StaticBatchStats | None,
     ) -> IterationStats:
         """The statistics of the iteration that ran ``batch``, as things stand now."""
         blocks = self.block_manager
-        num_context, num_generation = len(batch.context_chunks), batch.num_generation_requests
+        static_batch = None if self._static_tally is None else self._static_tally.stats
+        if static_batch is not None and batch.is_empty:
+            static_batch = StaticBatchStats()
         return IterationStats(
             iteration=iteration,
+            batch=batch,
             num_active_requests=len(self.active),
             max_num_requests=self._max_batch_size,
-            num_scheduled_requests=num_context + num_generation,
-            num_context_requests=num_context,
-            num_generation_requests=num_generation,
             num_paused_requests=self.num_paused,
             num_waiting_requests=num_waiting,
             num_repairs=num_repairs,
-            num_context_tokens=batch.num_context_tokens,
             max_num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
             tokens_per_block=blocks.tokens_per_block,
@@ -361,6 +339,30 @@ class Batcher:
         finally:
             for request, size in zip(contexts, sizes, strict=True):
                 request.context_chunk_size, request.num_chunk_drafts = size
+
+    def make_limits(self, **others: Any) -> RequestLimits:
+        """The limits of requests; ``others``: those that the engine does not determine."""
+        params, longest_prompt = self._params, self.engine.max_seq_len - 1
+        return RequestLimits(
+            vocab_size=self.engine.vocab_size,
+            max_input_len=min(params.max_input_len or longest_prompt, longest_prompt),
+            max_seq_len=self.engine.max_seq_len,
+            max_queue_seconds=params.max_queue_seconds,
+            max_run_seconds=params.max_run_seconds,
+            is_observable=self._take_outputs is not None,
+            check_processor=self.rules.processors.check,
+            max_beam_width=self.max_beam_width,
+            folds_ids=params.out_of_vocabulary == "fold",
+            max_draft_len=params.speculative_decoding_config.max_draft_len * self._can_verify,
+            refusal_reason=partial(
+                refusal_reason,
+                block_manager=self.block_manager,
+                max_num_tokens=self.engine.max_num_tokens,
+                may_pause=self._settings.may_pause,
+                may_chunk=self._chunking is not None,
+            ),
+            **others,
+        )
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
         if params.scheduler_class is None:
@@ -433,27 +435,4 @@ class Batcher:
         unit_size = params.context_chunk_unit or self.engine.tokens_per_block
         return ContextChunking(
             params.context_chunking_policy, min(unit_size, self.engine.max_num_tokens)
-        )
-
-    def _make_limits(self, params: TrtGptModelOptionalParams) -> RequestLimits:
-        longest_prompt = self.engine.max_seq_len - 1
-        return RequestLimits(
-            vocab_size=self.engine.vocab_size,
-            max_input_len=min(params.max_input_len or longest_prompt, longest_prompt),
-            max_seq_len=self.engine.max_seq_len,
-            exclude_input_in_output=False,
-            max_queue_seconds=params.max_queue_seconds,
-            max_run_seconds=params.max_run_seconds,
-            is_observable=self._take_outputs is not None,
-            check_processor=self.rules.processors.check,
-            max_beam_width=self.max_beam_width,
-            folds_ids=params.out_of_vocabulary == "fold",
-            max_draft_len=params.speculative_decoding_config.max_draft_len * self._can_verify,
-            refusal_reason=partial(
-                refusal_reason,
-                block_manager=self.block_manager,
-                max_num_tokens=self.engine.max_num_tokens,
-                may_pause=self._settings.may_pause,
-                may_chunk=self._chunking is not None,
-            ),
         )

@@ -31,7 +31,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,29 +39,17 @@ from inflight_backend.engine.interface import StepEngine
 from inflight_backend.errors import RefusalText
 from inflight_backend.guided.compiler import GuideService
 from inflight_backend.log import get_logger
-from inflight_backend.manager.batcher import (
-    Batcher,
-    StaticBatchTally,
-    effective_params,
-    effective_policy,
-    load_engine,
-)
+from inflight_backend.manager.batcher import Batcher, effective_settings, load_engine
 from inflight_backend.manager.health import DeadlineWatch, LoopHealth
 from inflight_backend.manager.intake import RequestIntake
 from inflight_backend.manager.logits_processors import NO_TOKEN
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams, check_parameter
 from inflight_backend.manager.responses import QueuedResponse, make_tensors
-from inflight_backend.manager.statistics import (
-    EventCounter,
-    IterationStats,
-    LengthHistograms,
-    StaticBatchStats,
-)
-from inflight_backend.manager.step_loop import make_steps
+from inflight_backend.manager.statistics import EventCounter, IterationStats, LengthHistograms
+from inflight_backend.manager.step_loop import StepLoop
 from inflight_backend.manager.wait_reasons import (
     LoopCalls,
     WaitReasons,
-    describe_load,
     describe_wait,
     expiry_error,
 )
@@ -73,7 +60,6 @@ from inflight_backend.requests.inference_request import (
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
 )
-from inflight_backend.requests.sampling import check_beam_width
 from inflight_backend.requests.stop_words import StopWordWatch
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
@@ -84,7 +70,7 @@ from inflight_scheduler import (
 )
 
 if TYPE_CHECKING:
-    from inflight_backend.guided.masks import OwnGuide
+    from inflight_backend.guided.matchers import CompiledGuide
 
 
 _logger = get_logger(__name__)
@@ -257,11 +243,11 @@ class GptManager:
         on_progress: Callable[[int, int], None] | None = None,
         poll_when_idle: Callable[[], bool] = lambda: True,
     ) -> None:
-        check_beam_width(max_beam_width)
-        params = effective_params(model_type, optional_params)
-        policy = effective_policy(model_type, scheduler_policy, params)
+        check_parameter("max_beam_width", max_beam_width)
+        policy, params = effective_settings(model_type, scheduler_policy, optional_params)
         engine = load_engine(model, params, on_progress, max_beam_width)
-        self._batcher = Batcher(engine, policy, params, max_beam_width)
+        is_v1 = model_type == TrtGptModelType.V1
+        self._use(Batcher(engine, policy, params, max_beam_width, is_v1=is_v1))
         self._guide_service = GuideService(
             params.guided_decoding_config,
             Path(model) if isinstance(model, str | Path) else None,
@@ -271,11 +257,7 @@ class GptManager:
         self._rules = self._batcher.rules
         self._rules.guides.tokenizer_end_id = self._guide_service.end_id
         self.model_type = model_type
-        is_v1 = model_type == TrtGptModelType.V1
-        self._static_tally = StaticBatchTally() if is_v1 else None
-        self._static_stats = StaticBatchStats() if is_v1 else None
-        self.limits = replace(
-            self._batcher.limits,
+        self.limits = self._batcher.make_limits(
             exclude_input_in_output=exclude_input_in_output,
             may_stream=not is_v1,
             start_guide=lambda guide: self._guide_service.start(guide, self.wake),
@@ -294,13 +276,8 @@ class GptManager:
         self._poll_cb = poll_stop_signal_cb
         self._stats_cb = return_batch_manager_stats_cb
         self._terminate_req_id = terminate_req_id
-        self._steps = make_steps(self._batcher)
-        self._active = self._batcher.active
-        self._deadlines = DeadlineWatch()
-        self.health = LoopHealth()
-        self._idle_check, self._stop_words = IdleCheck(), StopWordWatch()
+        self.health, self._idle_check = LoopHealth(), IdleCheck()
         self.lengths, self.events = LengthHistograms(), EventCounter()
-        self._gatherer = self._batcher.gatherer
         self._responses: deque[QueuedResponse] = deque()
         self._iteration = self._num_waiting = 0
         self._batch, self._is_idle = _NO_BATCH, True
@@ -329,7 +306,7 @@ class GptManager:
 
     def describe_load(self) -> str:
         """The load after the last iteration, for error messages; from any thread."""
-        return describe_load(self._stats)
+        return self._stats.describe_load()
 
     @property
     def engine(self) -> StepEngine:
@@ -438,8 +415,6 @@ class GptManager:
         self._is_idle = self._batch.is_empty and not outcome.is_completed
         batch_size = len(self._batch.context_chunks) + self._batch.num_generation_requests
         self._num_waiting = len(self._active) - batch_size
-        if self._static_tally is not None:
-            self._static_stats = self._static_tally.count(self._batch, self._batcher.num_passed)
         self._iteration += not self._batch.is_empty
         self.health.note(
             is_completed=outcome.is_completed,
@@ -497,12 +472,12 @@ class GptManager:
         self._guard.call("send_response", self._send_cb, request_id, [], True, error)
 
     def _activate(
-        self, request: InferenceRequest, llm_request: LlmRequest, guide: OwnGuide | None
+        self, request: InferenceRequest, llm_request: LlmRequest, guide: CompiledGuide | None
     ) -> None:
         """Make a request known to all parts of the manager, or to none."""
         try:
             if guide is not None:
-                self._rules.guides.add(request.request_id, *guide)
+                self._rules.guides.add(request.request_id, guide)
             self._rules.processors.add(request)
             self._active.add(llm_request)
             self._deadlines.add(llm_request)
@@ -515,7 +490,6 @@ class GptManager:
             self._stop_words.forget(llm_request)
             self._gatherer.discard(llm_request.request_id)
             self._batcher.recorder.withdrawn(llm_request)
-            self._deadlines.forget(llm_request)
             self._active.remove(llm_request)
             raise
 
@@ -540,7 +514,6 @@ class GptManager:
             if not error:
                 self.lengths.ended(request)
             self._stop_words.forget(request)
-            self._deadlines.forget(request)
             self._batcher.recorder.ended(request, error)
 
     def _end_instead(self, request: LlmRequest, error: str) -> None:
@@ -557,7 +530,6 @@ class GptManager:
             iteration=self._iteration,
             num_waiting=self._num_waiting,
             num_repairs=self._idle_check.num_repairs,
-            static_batch=self._static_stats,
         )
 
     def _reset(self) -> None:
@@ -574,11 +546,13 @@ class GptManager:
 
     def _rebuild(self) -> None:
         """Replace the batcher by one with free blocks and slots; no request or step is active."""
-        self._batcher = self._batcher.rebuild()
+        self._use(self._batcher.rebuild())
         self._batcher.rules = self._rules
-        self._steps, self._active = make_steps(self._batcher), self._batcher.active
-        self._gatherer, self._stop_words = self._batcher.gatherer, StopWordWatch()
-        self._deadlines = DeadlineWatch()
+
+    def _use(self, batcher: Batcher) -> None:
+        self._batcher, self._steps = batcher, StepLoop(batcher)
+        self._active, self._gatherer = batcher.active, batcher.gatherer
+        self._deadlines, self._stop_words = DeadlineWatch(batcher.active), StopWordWatch()
 
     def _end_all(self, error: str) -> None:
         """All requests in flight get a final response with ``error``, even if a release fails."""

@@ -8,61 +8,50 @@ healthy. Each request has up to two deadlines, watched in O(log n).
 from __future__ import annotations
 
 import heapq
-import itertools
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from inflight_backend.log import get_logger
-from inflight_scheduler import LlmRequest
+from inflight_scheduler import ActiveRequests, LlmRequest
 
-_MIN_CLEAN = 1024  # entries before a look for those of requests that have ended
-
-_Entry = tuple[float, int, int, bool]  # deadline, number, request id, is of the queue
+_MIN_CLEAN = 1024  # entries before those of ended requests are removed
 
 
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """A request whose deadline (on the clock of `time.monotonic`) has passed."""
+class Expired(NamedTuple):
+    """A request whose deadline has passed."""
 
-    deadline: float
     request: LlmRequest
     is_queue_deadline: bool
 
 
 class DeadlineWatch:
-    """Owner of the deadlines of the active requests.
+    """Owner of the deadlines of the ``active`` requests, on the clock of `time.monotonic`.
 
-    A request counts as ended once it has left `ActiveRequests`, its ``tracker``. Entries of ended
-    requests stay in the heap for a while and so hold no tokens: those may be gigabytes.
+    Entries of ended requests stay in the heap for a while; they hold no request, whose tokens may
+    be gigabytes. One counts while an active request has its id and its deadline.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[_Entry] = []
-        self._watched: dict[int, tuple[int, LlmRequest]] = {}  # by id, which may be used again
-        self._count = itertools.count()
+    def __init__(self, active: ActiveRequests) -> None:
+        self._active = active
+        self._heap: list[tuple[float, int, bool]] = []  # deadline, request id, is of the queue
         self._clean_at = _MIN_CLEAN
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def add(self, request: LlmRequest) -> None:
         """Watch an active request, if it has a deadline."""
-        if request.queue_deadline is None and request.run_deadline is None:
-            return
         if len(self._heap) >= self._clean_at:
-            self._heap = [each for each in self._heap if self._find(each[1], each[2])]
+            self._heap = [each for each in self._heap if self._find(*each) is not None]
             heapq.heapify(self._heap)
             self._clean_at = max(_MIN_CLEAN, 2 * len(self._heap))
-        number, request_id = next(self._count), request.request_id
-        self._watched[request_id] = number, request
-        if request.queue_deadline is not None:
-            heapq.heappush(self._heap, (request.queue_deadline, number, request_id, True))
-        if request.run_deadline is not None:
-            heapq.heappush(self._heap, (request.run_deadline, number, request_id, False))
-
-    def forget(self, request: LlmRequest) -> None:
-        """Stop watching a request that ends; nothing if it was not watched."""
-        self._watched.pop(request.request_id, None)
+        deadlines = ((request.queue_deadline, True), (request.run_deadline, False))
+        for deadline, is_of_queue in deadlines:
+            if deadline is not None:
+                heapq.heappush(self._heap, (deadline, request.request_id, is_of_queue))
 
     def take_expired(self) -> list[Expired]:
         """Deadlines that have passed, each once, of active requests that missed them."""
@@ -71,17 +60,19 @@ class DeadlineWatch:
         now = time.monotonic()
         expired = []
         while self._heap and self._heap[0][0] <= now:
-            deadline, number, request_id, is_of_queue = heapq.heappop(self._heap)
-            request = self._find(number, request_id)
+            deadline, request_id, is_of_queue = heapq.heappop(self._heap)
+            request = self._find(deadline, request_id, is_of_queue)
             if request is not None and not (is_of_queue and request.has_started):
-                expired.append(Expired(deadline, request, is_of_queue))
+                expired.append(Expired(request, is_of_queue))
         return expired
 
-    def _find(self, number: int, request_id: int) -> LlmRequest | None:
-        """The request of an entry, if it is still active."""
-        current, request = self._watched.get(request_id, (-1, None))
-        is_active = current == number and request is not None and request.tracker is not None
-        return request if is_active else None
+    def _find(self, deadline: float, request_id: int, is_of_queue: bool) -> LlmRequest | None:
+        """The active request of an entry; a later one with its id has other deadlines."""
+        request = self._active.get(request_id)
+        if request is None:
+            return None
+        found = request.queue_deadline if is_of_queue else request.run_deadline
+        return request if found == deadline else None
 
 
 _logger = get_logger(__name__)

@@ -22,7 +22,7 @@ from inflight_backend.requests.validation import RequestLimits, validate
 from inflight_scheduler import LlmRequest
 
 if TYPE_CHECKING:
-    from inflight_backend.guided.masks import OwnGuide
+    from inflight_backend.guided.matchers import CompiledGuide
 
 
 _logger = get_logger(__name__)
@@ -38,7 +38,7 @@ class RequestIntake:
         self,
         limits: RequestLimits,
         is_active: Callable[[int], bool],
-        activate: Callable[[InferenceRequest, LlmRequest, OwnGuide | None], None],
+        activate: Callable[[InferenceRequest, LlmRequest, CompiledGuide | None], None],
         refuse: Callable[[int, str], None],
     ) -> None:
         """``activate`` makes a request active, with the guide of its answer, or raises and leaves
@@ -111,6 +111,4 @@ class RequestIntake:
         """Activate a request, with its guide if it has one."""
         llm_request, guide = validate(request, self._limits), request.guide
         request.llm_request = request.guide = None  # the object may be sent again
-        self._activate(
-            request, llm_request, None if guide is None else (guide.take(), guide.recompile)
-        )
+        self._activate(request, llm_request, None if guide is None else guide.take())

@@ -15,7 +15,7 @@ client id; one with three, as before 0.10, no stream. If it is a class, each req
 instance, made when its first token is sampled.
 
 It runs on the loop's thread, before all other changes of the logits. A tensor that it returns
-replaces the one it got. If it raises, only its own request ends with an error: its row becomes NaN,
+replaces its argument. If it raises, only its own request ends with an error: its row becomes NaN,
 from which nothing is sampled. A token sampled after the last one of an answer is dropped, so a
 processor with state may be called once more than there are tokens.
 """
@@ -26,6 +26,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from inflight_backend.engine.interface import (
@@ -61,7 +62,7 @@ class LogitsHooks:
         self._mask_next: Callable[[MaskSource], None] | None = getattr(engine, "mask_next", None)
         self._edit_next: Callable[[EditSource], None] | None = getattr(engine, "edit_next", None)
         self.guides = AnswerGuides(engine.vocab_size)
-        self.processors = ActiveProcessors(processors, can_edit=self._edit_next is not None)
+        self.processors = ActiveProcessors(processors if self._edit_next is not None else {})
 
     @property
     def can_mask(self) -> bool:
@@ -192,29 +193,47 @@ class _Choice:
     num_arguments: int
     error: str = ""
 
-    def call(self, *arguments: object) -> Any:
-        """Call the processor with as many of the ``arguments`` as it takes."""
-        if isinstance(self.processor, type):
-            self.processor = self.processor()
-        return self.processor(*arguments[: self.num_arguments])
+    def edit(self, request_id: int, tokens: list[int], logits: Any, stream: int | None) -> None:
+        """Have the user's code change logits [1, beams, vocab]; NaN if that fails.
+
+        Infinity forces a token: it becomes a number that later rules keep finite.
+        """
+        try:
+            if isinstance(self.processor, type):
+                self.processor = self.processor()
+            arguments = (request_id, logits, [tokens], stream, None)
+            result = self.processor(*arguments[: self.num_arguments])
+            if result is not None and getattr(result, "shape", None) != logits.shape:
+                shape = list(getattr(result, "shape", ())) or type(result).__name__
+                self.error = (
+                    f"logits processor '{self.name}' returned {shape} where logits of shape "
+                    f"{list(logits.shape)} belong"
+                )
+            else:
+                if result is not None:
+                    logits.copy_(result)
+                logits.clamp_(max=_FORCED)
+        except BaseException:  # a tokenizer's panic is no Exception
+            self.error = f"logits processor '{self.name}' failed"
+            _logger.warning("%s in request %d", self.error, request_id, exc_info=True)
+        if self.error:
+            logits.fill_(_NAN)
 
 
 class ActiveProcessors:
     """Owner of the processors of active requests."""
 
-    def __init__(self, processors: Mapping[str, LogitsPostProcessor], *, can_edit: bool) -> None:
-        """``can_edit`` False: the engine gives no access to its logits."""
+    def __init__(self, processors: Mapping[str, LogitsPostProcessor]) -> None:
         self._processors = {
             name: (processor, _num_arguments(processor) or _NUM_ARGUMENTS[0])
             for name, processor in processors.items()
         }
-        self._can_edit = can_edit
         self._chosen: dict[int, _Choice] = {}
 
     def check(self, request: InferenceRequest) -> None:
         """`InvalidRequest` for an unknown name, or beams."""
         name = read_processor_name(request)
-        if name and not (self._can_edit and name in self._processors):
+        if name and name not in self._processors:
             raise InvalidRequest(
                 f"'{PROCESSOR_FIELD}' names {name[:64]!r}, and this server has no logits "
                 "processor of that name; leave it out"
@@ -269,35 +288,4 @@ class ActiveProcessors:
         has_answer = len(tokens) > request.orig_prompt_len
         if choice is None or (has_answer and (tokens[-1] < 0 or tokens[-1] in request.end_ids)):
             return None
-        bound = choice
-
-        def edit(logits: Any, stream: int | None) -> None:
-            _process(bound, request.request_id, logits, tokens, stream)
-
-        return edit
-
-
-def _process(
-    choice: _Choice, request_id: int, logits: Any, tokens: list[int], stream: int | None
-) -> None:
-    """Have the user's code change logits [1, beams, vocab]; NaN if that fails.
-
-    Infinity forces a token: it becomes a number that later rules keep finite.
-    """
-    try:
-        result = choice.call(request_id, logits, [tokens], stream, None)
-        if result is not None and getattr(result, "shape", None) != logits.shape:
-            shape = list(getattr(result, "shape", ())) or type(result).__name__
-            choice.error = (
-                f"logits processor '{choice.name}' returned {shape} where logits of shape "
-                f"{list(logits.shape)} belong"
-            )
-        else:
-            if result is not None:
-                logits.copy_(result)
-            logits.clamp_(max=_FORCED)
-    except BaseException:  # a tokenizer's panic is no Exception
-        choice.error = f"logits processor '{choice.name}' failed"
-        _logger.warning("%s in request %d", choice.error, request_id, exc_info=True)
-    if choice.error:
-        logits.fill_(_NAN)
+        return partial(choice.edit, request.request_id, tokens)

@@ -12,18 +12,24 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
-from inflight_backend.engine.interface import ContextLogits, Logits, StepOutputs, TopLogProbs
+from inflight_backend.engine.interface import ContextLogits, Logits, StepOutputs
 from inflight_backend.errors import CapacityExceeded
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.requests.outputs import MAX_LOGITS_BYTES, names_of_logits, num_logits_rows
 from inflight_backend.requests.tensors import FLOAT32, INT32, INT64, row, scalar
 from inflight_scheduler import NO_OUTPUTS, LlmRequest, ScheduledBatch
 
-_Row = TypeVar("_Row")
+_ROWS = {
+    "log_probs": "log_probs",
+    "log_prob_ranks": "ranks",
+    "num_top_log_probs": "top_log_probs",
+    "generation_logits": "generation_logits",
+}
+"""Field of `OutputParams` -> field of `StepOutputs`, of outputs with a row for each token."""
 
 
 @dataclass(slots=True)
@@ -41,10 +47,7 @@ class _Gathered:
     last_token_ns: int = 0
     num_blocks: int = 0
     num_reused_blocks: int = 0
-    log_probs: list[float] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    top_log_probs: list[TopLogProbs] = field(default_factory=list)
-    logits: list[Logits] = field(default_factory=list)
+    rows: dict[str, list[Any]] = field(default_factory=dict)  # of `StepOutputs`, one for each token
     context_logits: Logits | None = None
     num_context_rows: int = 0  # computed so far
     num_sent: int = 0
@@ -72,7 +75,12 @@ class OutputGatherer:
                 or asked.perf_metrics
             )
             self._gathered[request.request_id] = _Gathered(
-                request, arrival_ns, self._reserve(request), has_totals, asked.context_logits
+                request,
+                arrival_ns,
+                self._reserve(request),
+                has_totals,
+                asked.context_logits,
+                rows={name: [] for output, name in _ROWS.items() if getattr(asked, output)},
             )
 
     def _reserve(self, request: LlmRequest) -> int:
@@ -114,8 +122,8 @@ class OutputGatherer:
             if gathered is not None:
                 gathered.first_token_ns = gathered.first_token_ns or now
                 gathered.last_token_ns = now
-                if outputs is not None:
-                    _keep_draw(gathered, outputs)
+                for name, rows in gathered.rows.items() if outputs is not None else ():
+                    _keep(rows, getattr(outputs, name).get(request.request_id, ()), request)
         for context in () if outputs is None else outputs.context_logits:
             if context.request_id in self._gathered:
                 _keep_context(self._gathered[context.request_id], context)
@@ -139,20 +147,7 @@ class OutputGatherer:
         self._gathered.pop(request_id, None)
 
 
-def _keep_draw(gathered: _Gathered, drawn: StepOutputs) -> None:
-    request, asked = gathered.request, gathered.request.outputs
-    request_id = request.request_id
-    if asked.log_probs:
-        _keep(gathered.log_probs, drawn.log_probs.get(request_id, ()), request)
-    if asked.log_prob_ranks:
-        _keep(gathered.ranks, drawn.ranks.get(request_id, ()), request)
-    if asked.num_top_log_probs:
-        _keep(gathered.top_log_probs, drawn.top_log_probs.get(request_id, ()), request)
-    if asked.generation_logits:
-        _keep(gathered.logits, drawn.generation_logits.get(request_id, ()), request)
-
-
-def _keep(kept: list[_Row], rows: Sequence[_Row], request: LlmRequest) -> None:
+def _keep(kept: list[Any], rows: Sequence[Any], request: LlmRequest) -> None:
     """Keep the rows of accepted tokens: those behind a wrong draft do not count."""
     if len(rows) == 1:  # nearly always, and accepted
         kept.append(rows[0])
@@ -178,22 +173,23 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
     outputs = gathered.request.outputs
     start, end = gathered.num_sent, gathered.num_sent + num_tokens
     gathered.num_sent = end
+    new = {name: rows[start:end] for name, rows in gathered.rows.items()}
     tensors: list[NamedTensor] = []
     if outputs.log_probs:
-        log_probs = gathered.log_probs[start:end]
+        log_probs = new["log_probs"]
         gathered.cum_log_prob += log_probs[0] if num_tokens == 1 else sum(log_probs)
         tensors.append(NamedTensor("output_log_probs", row(log_probs, FLOAT32)))
         tensors.append(NamedTensor("cum_log_probs", scalar(gathered.cum_log_prob, FLOAT32)))
     if outputs.log_prob_ranks:
-        tensors.append(NamedTensor("output_log_prob_ranks", row(gathered.ranks[start:end], INT32)))
+        tensors.append(NamedTensor("output_log_prob_ranks", row(new["ranks"], INT32)))
     if outputs.num_top_log_probs:
-        tops, shape = gathered.top_log_probs[start:end], (1, 1, -1, outputs.num_top_log_probs)
+        tops, shape = new["top_log_probs"], (1, 1, -1, outputs.num_top_log_probs)
         ids = np.array([ids for ids, _ in tops], dtype=np.int32).reshape(shape)
         values = np.array([values for _, values in tops], dtype=np.float32).reshape(shape)
         tensors.append(NamedTensor("top_log_probs", values))
         tensors.append(NamedTensor("top_log_prob_ids", ids))
     if outputs.generation_logits:
-        rows = gathered.logits[start:end]
+        rows = new["generation_logits"]
         logits = np.stack(rows) if rows else np.empty((0, 0), dtype=np.float32)
         tensors.append(NamedTensor("generation_logits", logits[None, None]))
     if gathered.has_totals:
@@ -214,9 +210,10 @@ def _take_totals(gathered: _Gathered, num_output_tokens: int) -> list[NamedTenso
         tensors.append(NamedTensor("context_logits", logits[None]))
         gathered.context_logits, gathered.awaits_context = None, False
     if outputs.num_input_tokens:
-        tensors.append(_integer("num_input_tokens", gathered.request.orig_prompt_len))
+        prompt_len = scalar(gathered.request.orig_prompt_len, INT32)
+        tensors.append(NamedTensor("num_input_tokens", prompt_len))
     if outputs.num_output_tokens:
-        tensors.append(_integer("num_output_tokens", num_output_tokens))
+        tensors.append(NamedTensor("num_output_tokens", scalar(num_output_tokens, INT32)))
     if outputs.perf_metrics:
         tensors += _perf_metrics(gathered)
     return tensors
@@ -225,24 +222,21 @@ def _take_totals(gathered: _Gathered, num_output_tokens: int) -> list[NamedTenso
 def _perf_metrics(gathered: _Gathered) -> list[NamedTensor]:
     """The ten metrics of the contract, as of now."""
     request = gathered.request
-    acceptance_rate = request.num_accepted_drafts / max(request.num_verified_drafts, 1)
-    times = {
-        "arrival_time_ns": gathered.arrival_ns,
-        "first_scheduled_time_ns": gathered.first_scheduled_ns,
-        "first_token_time_ns": gathered.first_token_ns,
-        "last_token_time_ns": gathered.last_token_ns,
-    }
     new = gathered.num_blocks - gathered.num_reused_blocks
-    return [
-        _integer("kv_cache_alloc_new_blocks", new),
-        _integer("kv_cache_reused_blocks", gathered.num_reused_blocks),
-        _integer("kv_cache_alloc_total_blocks", new),  # TensorRT-LLM's also excludes reused ones
-        *(NamedTensor(name, scalar(ns, INT64)) for name, ns in times.items()),
-        NamedTensor("acceptance_rate", scalar(acceptance_rate, FLOAT32)),
-        _integer("total_accepted_draft_tokens", request.num_accepted_drafts),
-        _integer("total_draft_tokens", request.num_verified_drafts),
-    ]
-
-
-def _integer(name: str, value: int) -> NamedTensor:
-    return NamedTensor(name, scalar(value, INT32))
+    metrics: tuple[tuple[str, float, np.dtype[Any]], ...] = (
+        ("kv_cache_alloc_new_blocks", new, INT32),
+        ("kv_cache_reused_blocks", gathered.num_reused_blocks, INT32),
+        ("kv_cache_alloc_total_blocks", new, INT32),  # TensorRT-LLM's also excludes reused ones
+        ("arrival_time_ns", gathered.arrival_ns, INT64),
+        ("first_scheduled_time_ns", gathered.first_scheduled_ns, INT64),
+        ("first_token_time_ns", gathered.first_token_ns, INT64),
+        ("last_token_time_ns", gathered.last_token_ns, INT64),
+        (
+            "acceptance_rate",
+            request.num_accepted_drafts / max(request.num_verified_drafts, 1),
+            FLOAT32,
+        ),
+        ("total_accepted_draft_tokens", request.num_accepted_drafts, INT32),
+        ("total_draft_tokens", request.num_verified_drafts, INT32),
+    )
+    return [NamedTensor(name, scalar(value, dtype)) for name, value, dtype in metrics]

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 from inflight_backend.engine.interface import StepEngine
@@ -66,7 +68,7 @@ class TrtGptModelOptionalParams:
 
     ``overlap_scheduler``: see `step_loop`. ``record_file``: every decision of the scheduler is
     written there (`inflight replay`). ``enable_chunked_context`` None: chunked if ``max_seq_len``
-    is above ``max_num_tokens`` (and see `batcher.effective_params`). ``context_chunk_unit`` None
+    is above ``max_num_tokens`` (and see `batcher.effective_settings`). ``context_chunk_unit`` None
     means ``tokens_per_block``. ``priority_span``: see `ActiveRequests`. ``max_queue_seconds`` and
     ``max_run_seconds`` end requests that have not started, or not finished, that long after they
     arrived; None means never. A request may ask for less (``max_queue_time_ms``,
@@ -162,64 +164,18 @@ PRIVATE_VARIABLE = "INFLIGHT_PRIVATE_PARAMETERS"
 configuration, so `inflight serve` passes paths to its models in this way."""
 
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
-_TRUE = frozenset({"true", "1"})
-_FALSE = frozenset({"false", "0"})
+_TRUTH_VALUES = {"true": True, "1": True, "false": False, "0": False}
+_FROM_TEXT: Mapping[str, Callable[[str], int | float | bool]] = {
+    "int": int,
+    "float": float,
+    "bool": lambda text: _TRUTH_VALUES[text.lower()],
+}
 _KIND_IN_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
-@dataclass(frozen=True, slots=True)
-class ServerParameters:
-    """Every honoured key of the table with its value; None = not set, the model decides.
-
-    Build it with `parse_parameters`, which knows the defaults.
-    """
-
-    gpt_model_type: str
-    gpt_model_path: str
-    tokenizer_dir: str | None
-    batch_scheduler_policy: str
-    scheduler_class: str | None
-    max_beam_width: int
-    max_batch_size: int
-    max_num_tokens: int | None
-    max_seq_len: int | None
-    max_input_len: int | None
-    max_queue_size: int
-    tokens_per_block: int
-    max_tokens_in_paged_kv_cache: int | None
-    kv_cache_free_gpu_mem_fraction: float
-    exclude_input_in_output: bool
-    merge_responses: bool
-    cancellation_check_period_ms: int
-    stats_check_period_ms: int
-    device: str
-    dtype: str
-    quantization: str
-    kv_cache_dtype: str
-    attention_backend: str
-    cuda_graph_mode: bool
-    cuda_graph_mixed_tokens: int
-    deterministic_mode: bool
-    overlap_scheduler: str
-    stall_seconds: float
-    status_file: str | None
-    drain_file: str | None
-    record_file: str | None
-    enable_chunked_context: bool | None
-    context_chunking_policy: str
-    context_chunk_unit: int | None
-    priority_span: float
-    max_queue_seconds: float | None
-    max_run_seconds: float | None
-    enable_kv_cache_reuse: bool
-    guided_decoding_backend: str
-    logits_processors: str | None
-    normalize_log_probs: bool
-    out_of_vocabulary: str
-    speculative_decoding_mode: str
-    max_draft_len: int
-    max_matching_ngram_size: int
-    speculative_disable_by_batch_size: int
+class ServerParameters(SimpleNamespace):
+    """The value of each honoured row of `PARAMETERS` under its name; None = not set, the model
+    decides. Build it with `parse_parameters`, which knows the defaults."""
 
 
 def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:
@@ -288,41 +244,29 @@ def _parse_value(spec: ParameterSpec, text: str) -> str | int | float | bool | N
     return value
 
 
+def check_parameter(name: str, value: object) -> None:
+    """`ConfigurationError` unless the row ``name`` of the table allows ``value``."""
+    _convert(PARAMETER_BY_NAME[name], str(value))
+
+
 def _convert(spec: ParameterSpec, text: str) -> str | int | float | bool | None:
     """``text`` as the kind of ``spec``, within its choices or bounds; None for ""."""
-    if not text:
-        return None
+    if not text or spec.kind == "str":
+        return text or None
     if spec.kind == "choice":
         if text not in spec.choices:
             choices = ", ".join(spec.choices)
             raise ConfigurationError(f"Invalid {spec.name} {text!r}: choose one of {choices}")
         return text
-    if spec.kind == "bool":
-        return _convert_bool(spec, text)
-    if spec.kind in ("int", "float"):
-        return _convert_number(spec, text)
-    return text
-
-
-def _convert_bool(spec: ParameterSpec, text: str) -> bool:
-    if text.lower() not in _TRUE | _FALSE:
-        raise _wrong_kind(spec, text)
-    return text.lower() in _TRUE
-
-
-def _convert_number(spec: ParameterSpec, text: str) -> int | float:
     try:
-        value = int(text) if spec.kind == "int" else float(text)
-    except ValueError:
-        raise _wrong_kind(spec, text) from None
-    low = spec.minimum if spec.minimum is not None else -float("inf")
-    high = spec.maximum if spec.maximum is not None else float("inf")
+        value = _FROM_TEXT[spec.kind](text)
+    except (KeyError, ValueError):
+        kind = _KIND_IN_WORDS[spec.kind]
+        raise ConfigurationError(f"{spec.name} must be {kind}, got {text!r}") from None
+    low = -math.inf if spec.minimum is None else spec.minimum
+    high = math.inf if spec.maximum is None else spec.maximum
     if not low <= value <= high:  # also catches NaN
         raise ConfigurationError(
             f"{spec.name} is {text}: it must be between {spec.minimum} and {spec.maximum}"
         )
     return value
-
-
-def _wrong_kind(spec: ParameterSpec, text: str) -> ConfigurationError:
-    return ConfigurationError(f"{spec.name} must be {_KIND_IN_WORDS[spec.kind]}, got {text!r}")

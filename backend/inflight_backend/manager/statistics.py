@@ -18,7 +18,7 @@ from datetime import datetime
 from inflight_backend.engine.interface import MemoryUsage
 from inflight_backend.manager.responses import num_shown
 from inflight_backend.speculative.drafter import DraftStats
-from inflight_scheduler import BeamSearch, FinishReason, LlmRequest, ReuseStats
+from inflight_scheduler import BeamSearch, FinishReason, LlmRequest, ReuseStats, ScheduledBatch
 
 
 class EventCounter:
@@ -94,7 +94,7 @@ class StaticBatchStats:
 
 @dataclass(frozen=True, slots=True)
 class IterationStats:
-    """Counts at the end of one iteration.
+    """Counts at the end of the iteration that ran ``batch``.
 
     Active requests are those still in flight then; waiting ones were active when it was scheduled
     and did not run. ``num_repairs``: how often the batcher was rebuilt since something was held
@@ -106,15 +106,12 @@ class IterationStats:
     """
 
     iteration: int
+    batch: ScheduledBatch
     num_active_requests: int
     max_num_requests: int
-    num_scheduled_requests: int
-    num_context_requests: int
-    num_generation_requests: int
     num_paused_requests: int
     num_waiting_requests: int
     num_repairs: int
-    num_context_tokens: int
     max_num_blocks: int
     num_free_blocks: int
     tokens_per_block: int
@@ -124,13 +121,22 @@ class IterationStats:
     drafts: DraftStats | None = None
     measured_at: float = field(default_factory=time.time)
 
+    def describe_load(self) -> str:
+        """Taken places, waiting requests and free blocks, for an error message."""
+        return (
+            f"{self.num_active_requests} of {self.max_num_requests} places are taken, "
+            f"{self.num_waiting_requests} of those requests wait, and {self.num_free_blocks} of "
+            f"{self.max_num_blocks} KV blocks are free"
+        )
+
     def to_json(self) -> str:
         """The flat object that `ReturnBatchManagerStatsCallback` receives."""
         num_used = self.max_num_blocks - self.num_free_blocks
+        num_context = len(self.batch.context_chunks)
         return json.dumps(
             {
                 "Active Request Count": self.num_active_requests,
-                "Context Requests": self.num_context_requests,
+                "Context Requests": num_context,
                 "Fraction used KV cache blocks": num_used / max(self.max_num_blocks, 1),
                 "Free KV cache blocks": self.num_free_blocks,
                 "Iteration Counter": self.iteration,
@@ -143,10 +149,10 @@ class IterationStats:
                 "Runtime CPU Memory Usage": self.memory.cpu,
                 "Runtime GPU Memory Usage": self.memory.gpu,
                 "Runtime Pinned Memory Usage": self.memory.pinned,
-                "Scheduled Requests": self.num_scheduled_requests,
+                "Scheduled Requests": num_context + self.batch.num_generation_requests,
                 "Timestamp": datetime.fromtimestamp(self.measured_at).strftime("%m-%d-%Y %H:%M:%S"),
                 "Tokens per KV cache block": self.tokens_per_block,
-                "Total Context Tokens": self.num_context_tokens,
+                "Total Context Tokens": self.batch.num_context_tokens,
                 "Used KV cache blocks": num_used,
                 "Waiting Requests": self.num_waiting_requests,
                 **self._of_batching(),
@@ -175,7 +181,7 @@ class IterationStats:
                 "Total Generation Tokens": self.static_batch.num_generation_tokens,
             }
         return {
-            "Generation Requests": self.num_generation_requests,
+            "Generation Requests": self.batch.num_generation_requests,
             "MicroBatch ID": 0,
             "Paused Requests": self.num_paused_requests,
         }

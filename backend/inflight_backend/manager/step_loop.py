@@ -71,59 +71,19 @@ class StepOutcome:
         return [each for each in self.advanced if each.is_streaming or each.state is done]
 
 
-class SyncSteps:
-    """Waits for each step before the next one is scheduled."""
-
-    is_running = False
+class StepLoop:
+    """Runs the steps of a batcher in the loop that its settings ask for."""
 
     def __init__(self, batcher: Batcher) -> None:
         self._batcher = batcher
-        self.has_lost_device = False
-
-    def abandon(self) -> None:
-        """No step is left running between two turns."""
-
-    def run_once(self) -> StepOutcome:
-        """Schedule, execute, update; an empty batch when no request can run."""
-        batcher = self._batcher
-        batch = batcher.schedule()
-        if batch.is_empty:
-            return StepOutcome(batch)
-        try:
-            batcher.prepare_sampling(batch)
-            tokens = batcher.engine.execute(batch)
-            outputs = batcher.take_outputs()
-            advanced = batcher.planner.update(batch, tokens, candidates_of(outputs))
-            lowest = min(tokens, default=0)
-            return StepOutcome(batch, advanced, [], outputs, is_completed=True, lowest_token=lowest)
-        except Exception as error:
-            self.note_failure(batch, error)
-            batcher.recorder.failed()
-            return StepOutcome(batch, failed=batcher.planner.discard(batch))
-
-    def note_failure(self, batch: ScheduledBatch, error: Exception) -> None:
-        """Log the failure of a step; call it while ``error`` is handled."""
-        _logger.exception("the step of iteration %d failed", batch.iteration)
-        self.has_lost_device |= means_lost_device(error)
-
-
-class OverlappedSteps:
-    """Schedules and submits a step while the previous one runs, then reads that one's tokens."""
-
-    def __init__(self, batcher: Batcher) -> None:
-        self._batcher = batcher
-        self._plain = SyncSteps(batcher)
         self._running: tuple[ScheduledBatch, PendingStep] | None = None
+        self.has_lost_device = False
+        """True once a step has failed because the device is lost."""
 
     @property
     def is_running(self) -> bool:
         """True while the tokens of a step have not been read."""
         return self._running is not None
-
-    @property
-    def has_lost_device(self) -> bool:
-        """True once a step has failed because the device is lost."""
-        return self._plain.has_lost_device
 
     def abandon(self) -> None:
         """Wait for the running step and drop its tokens; the batcher cannot be used any more."""
@@ -133,15 +93,20 @@ class OverlappedSteps:
                 running[1].read()
 
     def run_once(self) -> StepOutcome:
-        """Schedule and submit a step, then read and apply the previous one.
+        """One turn; the batch of its outcome is empty when no request can run.
 
-        No request is paused while a step runs: such a decision waits for the next turn. A step on
+        In the overlapped loop: schedule and submit a step, then read and apply the previous one. No
+        request is paused while a step runs: such a decision waits for the next turn. A step on
         whose tokens the next plan depends is read before that is scheduled.
         """
         batcher, before = self._batcher, self._running
+        if not batcher.is_overlapped:
+            return self._run_to_end()
         batcher.num_paused = 0  # in case nothing is scheduled
         if batcher.wants_drafts:
-            return self._run_alone()
+            self._running = None
+            batcher.recorder.settled(batcher.active)
+            return self._run_to_end() if before is None else self._apply(before)
         outcome: StepOutcome | None = None
         if before is not None and batcher.planner.must_apply_first(before[0]):
             self._running = None
@@ -159,38 +124,43 @@ class OverlappedSteps:
                 self._running = batch, batcher.engine.submit(batch)
                 batcher.planner.assume_step(batch)
             except Exception as error:
-                self._plain.note_failure(batch, error)
+                self._note_failure(batch, error)
                 has_failed, self._running = True, None
         if outcome is None:
-            outcome = self._apply(before)
+            outcome = StepOutcome(_NO_BATCH) if before is None else self._apply(before)
         if has_failed:
             batcher.recorder.failed()
             outcome.failed.extend(batcher.planner.discard(batch))
         return replace(outcome, batch=batch)
 
-    def _run_alone(self) -> StepOutcome:
-        """Apply the running step, or else run one to its end."""
-        before, self._running = self._running, None
-        self._batcher.recorder.settled(self._batcher.active)
-        return self._plain.run_once() if before is None else self._apply(before)
+    def _run_to_end(self) -> StepOutcome:
+        """Schedule, execute, update."""
+        batcher = self._batcher
+        batch = batcher.schedule()
+        if batch.is_empty:
+            return StepOutcome(batch)
+        try:
+            batcher.prepare_sampling(batch)
+            tokens, outputs = batcher.engine.execute(batch), batcher.take_outputs()
+            advanced = batcher.planner.update(batch, tokens, _candidates_of(outputs))
+            return _completed(batch, advanced, tokens, outputs)
+        except Exception as error:
+            self._note_failure(batch, error)
+            batcher.recorder.failed()
+            return StepOutcome(batch, failed=batcher.planner.discard(batch))
 
-    def _apply(self, before: tuple[ScheduledBatch, PendingStep] | None) -> StepOutcome:
+    def _apply(self, before: tuple[ScheduledBatch, PendingStep]) -> StepOutcome:
         """Read and apply the tokens of the previous step; if it is lost, the next one fails too."""
-        if before is None:
-            return StepOutcome(_NO_BATCH)
         batch, pending = before
         planner, recorder = self._batcher.planner, self._batcher.recorder
         try:
-            tokens, outputs = pending.read(), read_outputs(pending)
-            advanced = planner.apply_tokens(batch, tokens, candidates_of(outputs))
+            tokens, outputs = pending.read(), _read_outputs(pending)
+            advanced = planner.apply_tokens(batch, tokens, _candidates_of(outputs))
             if planner.has_forgotten:
                 recorder.forgot()
-            lowest = min(tokens, default=0)
-            return StepOutcome(
-                _NO_BATCH, advanced, [], outputs, is_completed=True, lowest_token=lowest
-            )
+            return _completed(_NO_BATCH, advanced, tokens, outputs)
         except Exception as error:
-            self._plain.note_failure(batch, error)
+            self._note_failure(batch, error)
             recorder.lost()
             failed = planner.discard(batch)
             if self._running is not None:
@@ -198,19 +168,28 @@ class OverlappedSteps:
                 self._running = None
             return StepOutcome(_NO_BATCH, failed=failed)
 
+    def _note_failure(self, batch: ScheduledBatch, error: Exception) -> None:
+        _logger.exception("the step of iteration %d failed", batch.iteration)
+        self.has_lost_device |= means_lost_device(error)
 
-def make_steps(batcher: Batcher) -> SyncSteps | OverlappedSteps:
-    """The loop that the settings of ``batcher`` ask for."""
-    return OverlappedSteps(batcher) if batcher.is_overlapped else SyncSteps(batcher)
+
+def _completed(
+    batch: ScheduledBatch,
+    advanced: list[LlmRequest],
+    tokens: Sequence[int],
+    outputs: StepOutputs | None,
+) -> StepOutcome:
+    lowest = min(tokens, default=0)
+    return StepOutcome(batch, advanced, [], outputs, is_completed=True, lowest_token=lowest)
 
 
-def read_outputs(step: PendingStep) -> StepOutputs | None:
+def _read_outputs(step: PendingStep) -> StepOutputs | None:
     """The outputs of a step whose tokens were read; None if no request asked for any."""
     read: Callable[[], StepOutputs | None] | None = getattr(step, "read_outputs", None)
     return None if read is None else read()
 
 
-def candidates_of(outputs: StepOutputs | None) -> Candidates:
+def _candidates_of(outputs: StepOutputs | None) -> Candidates:
     """Those of the rows in a beam search."""
     return NO_CANDIDATES if outputs is None else outputs.candidates
 

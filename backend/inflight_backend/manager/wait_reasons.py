@@ -11,17 +11,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from inflight_backend.errors import CapacityText
-from inflight_backend.log import get_logger
 from inflight_protocol import NOT_IN_FLIGHT as NOT_IN_FLIGHT_STATE
 from inflight_scheduler import LlmRequest, WaitReason
 
 if TYPE_CHECKING:
     from inflight_backend.manager.batcher import Batcher
     from inflight_backend.manager.health import Expired
-    from inflight_backend.manager.statistics import IterationStats
 
-
-_logger = get_logger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -67,14 +63,11 @@ def _run(future: Future[_Result], function: Callable[[], _Result]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
-        try:
-            result = function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-    except BaseException:  # raised by a callback of the future, which is done by then
-        _logger.exception("a callback of a call to the loop has failed")
+        result = function()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 NOT_IN_FLIGHT: dict[str, Any] = {
@@ -181,15 +174,6 @@ def expiry_error(expired: Expired, waits: WaitReasons) -> str:
         num_computed = request.context_current_position
         otherwise = f"{num_computed} of {request.prompt_len} prompt tokens computed"
     return CapacityText(waits.add_to(text, request.request_id, otherwise))
-
-
-def describe_load(stats: IterationStats) -> str:
-    """Taken places, waiting requests and free blocks, for an error message."""
-    return (
-        f"{stats.num_active_requests} of {stats.max_num_requests} places are taken, "
-        f"{stats.num_waiting_requests} of those requests wait, and {stats.num_free_blocks} of "
-        f"{stats.max_num_blocks} KV blocks are free"
-    )
 
 
 def _state(request: LlmRequest, is_running: bool) -> str:

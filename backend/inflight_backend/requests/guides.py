@@ -8,7 +8,7 @@ from typing import Any
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.guide import GUIDE_FIELD, TYPE_FIELD, Guide, GuideType
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.values import read_json_object
+from inflight_backend.requests.values import read_json_object, text_bytes
 
 MAX_GUIDE_BYTES = 64 * 1024
 """Size of a regex or of a grammar."""
@@ -75,8 +75,7 @@ def _string(request: InferenceRequest, name: str, max_bytes: int = MAX_GUIDE_BYT
     tensor = request.get_tensor(name)
     if tensor.size != 1:
         raise InvalidRequest(f"'{name}' must hold one string, got {tensor.size}")
-    value = tensor.reshape(-1)[0]
-    data = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+    data = text_bytes(request, name)
     if len(data) > max_bytes:
         raise InvalidRequest(f"'{name}' has {len(data)} bytes, more than {max_bytes}")
     try:

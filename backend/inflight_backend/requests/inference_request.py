@@ -69,7 +69,7 @@ class InferenceRequest:
         self.guide: PendingGuide | None = None  # set by validation, which starts compiling it
         self._tensors: dict[str, Array] = {}
         self._sent_names: dict[str, str] = {}
-        self._readings: dict[str, tuple[Array, Any]] | None = None  # of tensors, if shared
+        self._readings: dict[str, tuple[Array, Any]] = {}  # shared with copies
         for name, tensor in (tensors or {}).items():
             self.set_tensor(name, tensor)
 
@@ -91,16 +91,12 @@ class InferenceRequest:
         """The same request, of the same age, under another id."""
         copy = InferenceRequest(request_id, self._tensors, is_streaming=self.is_streaming)
         copy.created_ns = self.created_ns
-        if self._readings is None:
-            self._readings = {}
         copy._readings = self._readings
         return copy
 
     def reading(self, name: str, read: Callable[[Array], _Reading]) -> _Reading:
         """What ``read`` makes of a tensor that may be long: the same object for all copies."""
         tensor = self.get_tensor(name)
-        if self._readings is None:
-            return read(tensor)
         known = self._readings.get(name)
         if known is None or known[0] is not tensor:
             known = self._readings[name] = (tensor, read(tensor))

@@ -1,4 +1,4 @@
-"""Which outputs a request wants beside its tokens, read from its inputs."""
+"""The outputs that a request asks for beside its tokens, read from its inputs and checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ MAX_LOGITS_BYTES = 2**29
 """Logits of prompts and answers that all active requests together may ask for. One response may
 hold them all, on its way through shared memory."""
 
-
 MAX_TOP_LOG_PROBS = 20
 """Likeliest tokens told beside each token: OpenAI's bound of ``top_logprobs``."""
 
@@ -28,28 +27,33 @@ _OF_LOGITS = (
 _FLAGS = [each.name for each in fields(OutputParams) if each.name != "num_top_log_probs"]
 
 
-def read_outputs(request: InferenceRequest) -> OutputParams:
-    """What the ``return_...`` inputs ask for."""
-    wanted: dict[str, Any] = {name: flag(request, f"return_{name}", False) for name in _FLAGS}
-    wanted["num_top_log_probs"] = integer(request, "num_top_log_probs", 0, 0, MAX_TOP_LOG_PROBS)
-    return OutputParams(**wanted) if any(wanted.values()) else NO_OUTPUTS
+def input_of(output: str) -> str:
+    """The input that asks for a field of `OutputParams`."""
+    return output if output.startswith("num_top") else f"return_{output}"
 
 
-def check_outputs(
-    outputs: OutputParams,
+def read_outputs(
+    request: InferenceRequest,
     prompt_len: int,
     max_new_tokens: int,
     vocab_size: int,
     *,
     is_observable: bool,
-) -> None:
-    """Raise `InvalidRequest` for what the engine cannot tell, or not in so many numbers."""
+) -> OutputParams:
+    """The outputs that ``request`` asks for; `InvalidRequest` for one that the engine does not
+    have (``is_observable`` False), or that would be too large."""
+    wanted: dict[str, Any] = {name: flag(request, input_of(name), False) for name in _FLAGS}
+    wanted["num_top_log_probs"] = integer(request, "num_top_log_probs", 0, 0, MAX_TOP_LOG_PROBS)
+    if not any(wanted.values()):
+        return NO_OUTPUTS
+    outputs = OutputParams(**wanted)
     if outputs.num_top_log_probs > vocab_size:
         raise InvalidRequest(f"'num_top_log_probs' is more than the {vocab_size} tokens there are")
     for name in _OF_LOGITS:
         if getattr(outputs, name) and not is_observable:
-            name = name if name.startswith("num_") else f"return_{name}"
-            raise UnsupportedRequest(f"'{name}' is not supported by the engine of this server")
+            raise UnsupportedRequest(
+                f"'{input_of(name)}' is not supported by the engine of this server"
+            )
     num_rows = num_logits_rows(outputs, prompt_len, max_new_tokens)
     num_bytes = 4 * num_rows * vocab_size
     if num_bytes > MAX_LOGITS_BYTES:
@@ -57,6 +61,7 @@ def check_outputs(
             f"{names_of_logits(outputs)} would take {num_rows} tokens x {vocab_size} logits = "
             f"{num_bytes} bytes, more than {MAX_LOGITS_BYTES}; ask for fewer tokens"
         )
+    return outputs
 
 
 def num_logits_rows(outputs: OutputParams, prompt_len: int, max_new_tokens: int) -> int:
@@ -67,4 +72,4 @@ def num_logits_rows(outputs: OutputParams, prompt_len: int, max_new_tokens: int)
 def names_of_logits(outputs: OutputParams) -> str:
     """The inputs that ask for logits, for the text of an error."""
     kinds = ("context_logits", "generation_logits")
-    return " and ".join(f"'return_{kind}'" for kind in kinds if getattr(outputs, kind))
+    return " and ".join(f"'{input_of(kind)}'" for kind in kinds if getattr(outputs, kind))

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from inflight_backend.errors import ConfigurationError, InvalidRequest
+from inflight_backend.errors import InvalidRequest
 from inflight_backend.requests.inference_request import Array, InferenceRequest
-from inflight_backend.requests.values import integer, number
-from inflight_protocol import PARAMETER_BY_NAME
+from inflight_backend.requests.outputs import input_of
+from inflight_backend.requests.values import check_vocabulary, integer, number
 from inflight_scheduler import MAX_STOP_TOKEN_IDS, BeamParams, OutputParams, SamplingParams
 from inflight_scheduler.sampling import SETTINGS, Setting
 
@@ -85,11 +85,7 @@ def read_stop_token_ids(
             f"'{_STOP_TOKEN_IDS}' holds {len(ids)} ids, more than {MAX_STOP_TOKEN_IDS}; those that "
             "the checkpoint ends texts with count when no 'end_id' is sent"
         )
-    wrong = next((token for token in ids if not -1 <= token < vocab_size), None)
-    if wrong is not None:
-        raise InvalidRequest(
-            f"'{_STOP_TOKEN_IDS}' holds {wrong}, outside the vocabulary 0..{vocab_size - 1}"
-        )
+    check_vocabulary(_STOP_TOKEN_IDS, ids, vocab_size, minimum=-1)
     return tuple(sorted(set(ids) - {-1}))  # sorted, so that equal sets are equal tuples
 
 
@@ -129,11 +125,7 @@ def _cut_words(name: str, ids: Array, ends: Array, vocab_size: int) -> tuple[Wor
                 f"'{name}' holds a word of {end - start} tokens, more than {MAX_WORD_TOKENS}"
             )
         word = tuple(ids[start:end].tolist())
-        wrong = next((token for token in word if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequest(
-                f"'{name}' holds {wrong}, outside the vocabulary 0..{vocab_size - 1}"
-            )
+        check_vocabulary(name, word, vocab_size)
         words.append(word)
         start = end
     return tuple(dict.fromkeys(words))
@@ -164,35 +156,12 @@ def _biases(tensor: Array, vocab_size: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(ids.tolist(), bias[ids].tolist(), strict=True))
 
 
-_ONE_TEXT_ONLY = (
-    "guided_decoding_guide_type",
-    "draft_input_ids",
-    "logits_post_processor_name",
-)
+_ONE_TEXT_ONLY = ("guided_decoding_guide_type", "draft_input_ids", "logits_post_processor_name")
+_ONE_TEXT_OUTPUTS = ("num_top_log_probs", "generation_logits", "log_prob_ranks")
 
 _MAX_LENGTH_PENALTY = 40.0
 """The longest text there may be, 2**24 tokens, to this power is a number still, and so is one by
 it: the loop divides by either."""
-
-
-def check_engine(engine: object, max_beam_width: int) -> None:
-    """`ConfigurationError` unless ``engine`` has rows for so many beams."""
-    if max_beam_width > getattr(engine, "max_beam_width", 1):
-        raise ConfigurationError(
-            f"max_beam_width is {max_beam_width}, more than the engine was made for"
-        )
-
-
-def check_beam_width(max_beam_width: int) -> None:
-    """`ConfigurationError` unless a server can have so many beams."""
-    spec = PARAMETER_BY_NAME["max_beam_width"]
-    assert spec.minimum is not None
-    assert spec.maximum is not None
-    if not spec.minimum <= max_beam_width <= spec.maximum:
-        raise ConfigurationError(
-            f"max_beam_width is {max_beam_width}: it must be between {spec.minimum} and "
-            f"{spec.maximum}"
-        )
 
 
 def read_beams(request: InferenceRequest, max_beam_width: int, vocab_size: int) -> BeamParams:
@@ -228,14 +197,14 @@ def check_with_beams(
     request: InferenceRequest, sampling: SamplingParams, outputs: OutputParams
 ) -> None:
     """`InvalidRequest` for what a request with several beams cannot have as well."""
-    for name in _ONE_TEXT_ONLY:
-        if request.has_tensor(name) and _asks_for_something(request.get_tensor(name)):
-            raise InvalidRequest(f"'{name}' and 'beam_width' above 1 exclude each other")
-    if outputs.num_top_log_probs:
-        raise InvalidRequest("'num_top_log_probs' and 'beam_width' above 1 exclude each other")
-    for name in ("generation_logits", "log_prob_ranks"):
-        if getattr(outputs, name):
-            raise InvalidRequest(f"'return_{name}' and 'beam_width' above 1 exclude each other")
+    excluded = [
+        name
+        for name in _ONE_TEXT_ONLY
+        if request.has_tensor(name) and _asks_for_something(request.get_tensor(name))
+    ]
+    excluded += [input_of(name) for name in _ONE_TEXT_OUTPUTS if getattr(outputs, name)]
+    if excluded:
+        raise InvalidRequest(f"'{excluded[0]}' and 'beam_width' above 1 exclude each other")
     for name, value, draws in (
         ("runtime_top_k", sampling.top_k, sampling.top_k > 1),
         ("runtime_top_p", sampling.top_p, 0.0 < sampling.top_p < 1.0),

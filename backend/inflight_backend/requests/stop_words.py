@@ -8,44 +8,27 @@ tokens of the word belong to the answer, as in TensorRT-LLM; text leaves the wor
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from inflight_scheduler import FinishReason, LlmRequest
 
 Word = tuple[int, ...]
 
 
-class WordFinder:
-    """Finds the end of any of ``words`` in a growing list of tokens."""
-
-    __slots__ = ("_by_last_token",)
-
-    def __init__(self, words: Iterable[Word]) -> None:
-        self._by_last_token: dict[int, list[Word]] = {}
-        for word in words:
-            self._by_last_token.setdefault(word[-1], []).append(word)
-
-    def longest_at(self, tokens: list[int], end: int, start: int) -> int:
-        """Length of the longest word that ends before ``end`` and begins at ``start`` or later;
-        0 if there is none."""
-        longest = 0
-        for word in self._by_last_token.get(tokens[end - 1], ()):
-            first = end - len(word)
-            if first >= start and len(word) > longest and tuple(tokens[first:end]) == word:
-                longest = len(word)
-        return longest
-
-
 class StopWordWatch:
     """Ends requests at their stop words; free of cost while no request has any."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, tuple[LlmRequest, WordFinder, int]] = {}
+        self._watched: dict[int, _Watched] = {}
 
     def add(self, request: LlmRequest, words: Iterable[Word]) -> None:
         """Watch ``request`` from now on, until it has finished."""
-        if finder_words := tuple(words):
-            finder = WordFinder(finder_words)
-            self._watched[request.request_id] = (request, finder, request.num_drawn_tokens)
+        by_last_token: dict[int, list[Word]] = {}
+        for word in words:
+            by_last_token.setdefault(word[-1], []).append(word)
+        if by_last_token:
+            watched = _Watched(request, by_last_token, request.num_drawn_tokens)
+            self._watched[request.request_id] = watched
 
     def forget(self, request: LlmRequest) -> None:
         """Do not watch ``request`` any more: it has ended, perhaps with an error."""
@@ -53,16 +36,33 @@ class StopWordWatch:
 
     def check(self) -> None:
         """Look at the tokens that came since the last call."""
-        for request_id, (request, finder, num_seen) in list(self._watched.items()):
+        for request_id, watched in list(self._watched.items()):
+            request = watched.request
             num_tokens = request.num_drawn_tokens
-            for end in range(num_seen + 1, num_tokens + 1):
-                if finder.longest_at(request.tokens, end, request.orig_prompt_len):
-                    _finish(request, end)
-                    break
+            ends = range(watched.num_seen + 1, num_tokens + 1)
+            end = next(filter(watched.has_word_at, ends), None)
+            if end is not None:
+                _finish(request, end)
+            watched.num_seen = num_tokens
             if request.is_finished:
                 del self._watched[request_id]
-            else:
-                self._watched[request_id] = (request, finder, num_tokens)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A request, its stop words by their last token, and how many tokens were looked at."""
+
+    request: LlmRequest
+    words: dict[int, list[Word]]
+    num_seen: int
+
+    def has_word_at(self, end: int) -> bool:
+        """True if a word of generated tokens ends before ``end``."""
+        tokens, start = self.request.tokens, self.request.orig_prompt_len
+        return any(
+            end - len(word) >= start and tuple(tokens[end - len(word) : end]) == word
+            for word in self.words.get(tokens[end - 1], ())
+        )
 
 
 def _finish(request: LlmRequest, end: int) -> None:

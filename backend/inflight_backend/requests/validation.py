@@ -18,17 +18,17 @@ import numpy.typing as npt
 import inflight_protocol as protocol
 from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.guided.guide import TYPE_FIELD, Guide
-from inflight_backend.requests.drafts import read_drafts
+from inflight_backend.log import get_logger
 from inflight_backend.requests.guides import read_guide
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.outputs import check_outputs, read_outputs
+from inflight_backend.requests.outputs import read_outputs
 from inflight_backend.requests.sampling import (
     check_with_beams,
     read_beams,
     read_sampling,
     read_words,
 )
-from inflight_backend.requests.values import flag, integer, number
+from inflight_backend.requests.values import check_vocabulary, flag, integer, number, text_bytes
 from inflight_protocol import TensorSpec
 from inflight_scheduler import BeamSearch, LlmRequest, can_verify
 
@@ -36,20 +36,17 @@ if TYPE_CHECKING:
     from inflight_backend.guided.compiler import PendingGuide
 
 
+_logger = get_logger(__name__)
+
 MAX_SALT_BYTES = 256
 """Longest ``cache_salt``: room for any tenant's name or secret, and a bound for memory."""
 
 
-def read_cache_salt(request: InferenceRequest) -> bytes:
-    """The salt of ``request``, b"" for none; `InvalidRequest` if it is empty or too long.
-
-    An empty one is refused, since its sender expects not to share.
-    """
-    if not request.has_tensor("cache_salt"):
-        return b""
-    value = request.get_tensor("cache_salt").reshape(-1)[0]
-    salt = value if isinstance(value, bytes) else str(value).encode()
-    if not 0 < len(salt) <= MAX_SALT_BYTES:
+def _read_cache_salt(request: InferenceRequest) -> bytes:
+    """The salt of ``request``, b"" for none. An empty one is refused: its sender expects not to
+    share."""
+    salt = text_bytes(request, "cache_salt")
+    if request.has_tensor("cache_salt") and not 0 < len(salt) <= MAX_SALT_BYTES:
         raise InvalidRequest(
             f"'cache_salt' has {len(salt)} bytes, outside 1..{MAX_SALT_BYTES}; "
             "leave it out to share cached text with all requests that send none"
@@ -57,15 +54,11 @@ def read_cache_salt(request: InferenceRequest) -> bytes:
     return salt
 
 
-def deadline_of(
-    request: InferenceRequest, own_milliseconds: int, max_seconds: float | None
-) -> float | None:
-    """When the time of ``request`` is up, on the clock of `time.monotonic`; None for never.
-
-    It counts from the arrival, and the server's ``max_seconds`` bounds what the request asks for
-    (0: it asks for nothing).
-    """
-    limits = [own_milliseconds / 1000] if own_milliseconds else []
+def _read_deadline(request: InferenceRequest, name: str, max_seconds: float | None) -> float | None:
+    """The deadline on the clock of `time.monotonic`, None for none: milliseconds from the arrival,
+    bounded by the server's ``max_seconds``."""
+    milliseconds = integer(request, name, 0, 1, _INT32_MAX)
+    limits = [milliseconds / 1000] if milliseconds else []
     if max_seconds is not None:
         limits.append(max_seconds)
     return request.created_ns / 1e9 + min(limits) if limits else None
@@ -77,15 +70,13 @@ DEFAULT_MAX_TOKENS = 16
 PROCESSOR_FIELD = "logits_post_processor_name"
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
+_DRAFTS = "draft_input_ids"
 _FOLD_HINT = "; a server with out_of_vocabulary=fold takes such ids, for benchmarks"
 
 
 def read_processor_name(request: InferenceRequest) -> str:
     """The name that a request sends; "" if it sends none, or an empty one."""
-    if not request.has_tensor(PROCESSOR_FIELD):
-        return ""
-    value = request.get_tensor(PROCESSOR_FIELD).reshape(-1)[0]
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    return text_bytes(request, PROCESSOR_FIELD).decode("utf-8", "replace")
 
 
 def _has_none(request: InferenceRequest) -> None:
@@ -160,9 +151,8 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
     tokens = _prompt(request, limits)
     max_new_tokens = integer(request, "request_output_len", DEFAULT_MAX_TOKENS, 1, _INT32_MAX)
     _check_lengths(len(tokens), max_new_tokens, request.sent_name("request_output_len"), limits)
-    outputs = read_outputs(request)
-    check_outputs(
-        outputs,
+    outputs = read_outputs(
+        request,
         len(tokens),
         max_new_tokens,
         limits.vocab_size,
@@ -195,29 +185,14 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         ),
         priority=number(request, "priority", 0.5, 0.0, 1.0),
         # Logits of a cached prefix would never be computed, so such a prompt shares nothing.
-        cache_salt=read_cache_salt(request)
+        cache_salt=_read_cache_salt(request)
         + (secrets.token_bytes(16) if outputs.context_logits else b""),
-        queue_deadline=deadline_of(
-            request,
-            integer(request, "max_queue_time_ms", 0, 1, _INT32_MAX),
-            limits.max_queue_seconds,
-        ),
-        run_deadline=deadline_of(
-            request,
-            integer(request, "allotted_time_ms", 0, 1, _INT32_MAX),
-            limits.max_run_seconds,
-        ),
+        queue_deadline=_read_deadline(request, "max_queue_time_ms", limits.max_queue_seconds),
+        run_deadline=_read_deadline(request, "allotted_time_ms", limits.max_run_seconds),
         outputs=outputs,
         stop_words=stop_words,
     )
-    drafts = read_drafts(
-        request,
-        prompt_len=len(tokens),
-        max_new_tokens=max_new_tokens,
-        max_input_len=limits.max_input_len,
-        max_draft_len=limits.max_draft_len,
-        vocab_size=limits.vocab_size,
-    )
+    drafts = _read_drafts(request, len(tokens), max_new_tokens, limits)
     is_free = guide is None and not read_processor_name(request)
     if can_verify(llm_request) and is_free:  # else it is answered token by token
         llm_request.set_draft_tokens(drafts)
@@ -313,3 +288,43 @@ def _check_lengths(
             f"prompt ({prompt_len} tokens) + {output_field} ({max_new_tokens}) = {total}, "
             f"more than max_seq_len = {limits.max_seq_len}"
         )
+
+
+def _read_drafts(
+    request: InferenceRequest, prompt_len: int, max_new_tokens: int, limits: RequestLimits
+) -> tuple[int, ...]:
+    """The drafts that the last context step verifies, within the vocabulary.
+
+    Cut to those that fit behind the prompt (``max_input_len``; rule of TensorRT-LLM's
+    `llmRequest.h`) and can become tokens: the last token is sampled, not drafted.
+    """
+    if not request.has_tensor(_DRAFTS):
+        return ()
+    ids = request.get_tensor(_DRAFTS)
+    if ids.ndim > 2:
+        raise InvalidRequest(f"'{_DRAFTS}' has shape {list(ids.shape)}, expected [1, k]")
+    drafts: list[int] = ids.reshape(-1).tolist()
+    if drafts and limits.max_draft_len == 0:
+        raise InvalidRequest(
+            f"'{_DRAFTS}' holds {len(drafts)} tokens, but max_draft_len is 0 on this server, as "
+            "always with deterministic_mode: nothing would verify them"
+        )
+    if len(drafts) > limits.max_draft_len:
+        raise InvalidRequest(
+            f"'{_DRAFTS}' holds {len(drafts)} tokens, more than max_draft_len = "
+            f"{limits.max_draft_len}; send fewer, or raise max_draft_len on the server"
+        )
+    check_vocabulary(_DRAFTS, drafts, limits.vocab_size)
+    num_fitting = max(min(limits.max_input_len - prompt_len, max_new_tokens - 1), 0)
+    if len(drafts) > num_fitting:
+        _logger.debug(  # clients may send too many with every request
+            "request %d: %d of %d draft tokens are cut off: the prompt has %d tokens, at most %d "
+            "are generated, and max_input_len is %d",
+            request.request_id,
+            len(drafts) - num_fitting,
+            len(drafts),
+            prompt_len,
+            max_new_tokens,
+            limits.max_input_len,
+        )
+    return tuple(drafts[:num_fitting])

@@ -4,6 +4,7 @@ values, and small JSON objects."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,25 @@ def number(
     return value
 
 
+def check_vocabulary(name: str, ids: Iterable[int], vocab_size: int, *, minimum: int = 0) -> None:
+    """`InvalidRequest` for an id that is not a token of the model (or at least ``minimum``)."""
+    wrong = next((token for token in ids if not minimum <= token < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(f"'{name}' holds {wrong}, outside the vocabulary 0..{vocab_size - 1}")
+
+
 def flag(request: InferenceRequest, name: str, default: bool) -> bool:
     """A truth value; ``default`` if it was not sent."""
     return bool(request.get_tensor(name).reshape(-1)[0]) if request.has_tensor(name) else default
+
+
+def text_bytes(request: InferenceRequest, name: str) -> bytes:
+    """The first text of a tensor in UTF-8 (or in whatever bytes were sent); b"" without the tensor
+    or with an empty text."""
+    if not request.has_tensor(name):
+        return b""
+    value = request.get_tensor(name).reshape(-1)[0]
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
 
 
 def read_json_object(

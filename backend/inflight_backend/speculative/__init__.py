@@ -1,4 +1,1 @@
-"""Speculative decoding without a second model: where drafts come from, and who may have some.
-
-What is verified, and how it counts, is in `inflight_scheduler.planning.verification`.
-"""
+"""Speculative decoding without a draft model; verification is the scheduler's."""

@@ -1,10 +1,9 @@
-"""Which requests get drafts from the server, and how many.
+"""Drafts of the server for requests that generate.
 
 Drafts are worth their cost where the device has room to spare, so only while few requests are
-active and all of them generate. They never delay a request: they take the rest of the token
-budget and of the free blocks after every request's next token. How many a request gets follows
-its last ones: twice as many once all were accepted, half as many once none was; and when a
-single one was wrong, none for some steps.
+active and all of them generate. They take the rest of the token budget and of the free blocks after
+every request's next token. The number of drafts of a request doubles once all were accepted and
+halves once none was; when a single one was wrong, there are none for some steps.
 
 A request whose samples depend on more of the text than its logits do (penalties, no-repeat n-grams,
 bad words of several tokens, a decaying top-p), one that is guided, and one with beams get none:
@@ -25,11 +24,11 @@ MODES = ("none", "ngram")
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeDecodingConfig:
-    """How many tokens are guessed, and by whom.
+    """Sources of drafts.
 
     ``max_draft_len`` bounds the drafts of a request in one step, those that a client sends
-    (``draft_input_ids``) included; 0 allows none. With ``mode`` ngram the server guesses, too: what
-    came after an earlier occurrence of the last 2 to ``max_matching_ngram_size`` tokens, while at
+    (``draft_input_ids``) included; 0 allows none. With ``mode`` ngram the server drafts what came
+    after an earlier occurrence of the last 2 to ``max_matching_ngram_size`` tokens, while at
     most ``disable_by_batch_size`` requests are active. (Names: TensorRT-LLM's
     `NGramDecodingConfig`, vLLM's `SpeculativeConfig`.)
     """
@@ -75,7 +74,7 @@ class DraftStats:
 
 
 class DraftTally:
-    """Remembers who verifies drafts in the iteration with drafts that was planned last."""
+    """The requests with drafts in the iteration with drafts that was planned last."""
 
     def __init__(self) -> None:
         self._num_drafts = 0
@@ -106,7 +105,7 @@ class _Guessing:
     num_accepted: int = 0
 
     def take_result(self, max_draft_len: int) -> None:
-        """Look at what became of the drafts since the last time."""
+        """Adapt the number of drafts to those that were accepted since the last call."""
         num_verified = self.request.num_verified_drafts - self.num_verified
         num_accepted = self.request.num_accepted_drafts - self.num_accepted
         self.num_verified += num_verified
@@ -122,7 +121,7 @@ class _Guessing:
 
 
 class Drafter:
-    """Guesses for the requests that generate; knows the texts of those it guessed for last."""
+    """Drafts for the requests that generate; keeps the indexes of the last ones."""
 
     def __init__(
         self,
@@ -144,9 +143,9 @@ class Drafter:
         )
 
     def guess(self, active: ActiveRequests) -> None:
-        """Give drafts to those of ``active`` for whom something is known; nothing if not `is_on`.
+        """Give drafts to requests whose text repeats itself; nothing if not `is_on`.
 
-        O(new tokens), but O(text) for a request that was not guessed for last time.
+        O(new tokens), but O(text) for a request that got none in the call before.
         """
         if not self.is_on(active):
             return
@@ -172,14 +171,15 @@ class Drafter:
         self._guessing = guessing
 
     def _find(self, request: LlmRequest) -> _Guessing:
-        """What is known of ``request``, with what became of its last drafts."""
+        """The index of ``request``, with the result of its last drafts."""
         known = self._guessing.get(request.request_id)
         if known is None or known.request is not request:
-            index = NgramIndex(request.tokens, self._config.max_matching_ngram_size)
-            known = _Guessing(request, index, self._config.max_draft_len)
-            known.num_verified, known.num_accepted = (
-                request.num_verified_drafts,
-                request.num_accepted_drafts,
+            known = _Guessing(
+                request,
+                NgramIndex(request.tokens, self._config.max_matching_ngram_size),
+                self._config.max_draft_len,
+                num_verified=request.num_verified_drafts,
+                num_accepted=request.num_accepted_drafts,
             )
         known.take_result(self._config.max_draft_len)
         return known

@@ -8,7 +8,7 @@ from functools import partial
 
 from inflight_backend.text.tokenizer import TextCodec
 
-_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+_REPLACEMENT = "\ufffd"  # of a decoder, for bytes that are no character (yet)
 _MAX_WITHHELD_TOKENS = 8  # a character has at most 4 bytes, and a token at least one
 _MAX_OPEN_TOKENS = 3  # tokens of an incomplete character
 _CONTEXT_TOKENS = 6  # tokens of the prompt a decoder looks at before the first new one
@@ -26,7 +26,7 @@ class IncrementalDetokenizer:
     on what stands before it. So a window of tokens is decoded without and with the new ones, and
     the difference is emitted once it ends in a whole character. The window starts with the last
     tokens of the prompt, which are never emitted. It grows to `_MAX_EMITTED_TOKENS` before it moves
-    on, so that what was decoded with the new tokens last time is what comes without them this time.
+    on, so that the text with the new tokens of last time is the one without those of this time.
     """
 
     def __init__(
@@ -46,13 +46,10 @@ class IncrementalDetokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Add tokens; returns the text that became certain, possibly none."""
-        if len(ids) == 1:
-            self._window.append(ids[0])
-            return self._take()
-        parts = [
-            ids[i : i + _MAX_WITHHELD_TOKENS] for i in range(0, len(ids), _MAX_WITHHELD_TOKENS)
-        ]
-        return "".join(map(self._push_some, parts))
+        if len(ids) <= _MAX_WITHHELD_TOKENS:
+            return self._push_some(ids)
+        starts = range(0, len(ids), _MAX_WITHHELD_TOKENS)
+        return "".join(self._push_some(ids[i : i + _MAX_WITHHELD_TOKENS]) for i in starts)
 
     def _push_some(self, ids: Sequence[int]) -> str:
         num_before = len(self._window)
@@ -61,8 +58,11 @@ class IncrementalDetokenizer:
         if piece and not piece.endswith(_REPLACEMENT):
             self._move_on()
             return piece
-        del self._window[num_before:]  # only a part is certain: add the tokens one by one
-        return "".join([self.push((token,)) for token in ids])
+        if len(ids) > 1:  # only a part is certain: add the tokens one by one
+            del self._window[num_before:]
+            return "".join([self._push_some((token,)) for token in ids])
+        num_new = len(self._window) - self._num_emitted
+        return "" if num_new < _MAX_WITHHELD_TOKENS else self._give_up(piece)
 
     def finish(self) -> str:
         """The remaining text at the end, without an incomplete character."""
@@ -73,15 +73,6 @@ class IncrementalDetokenizer:
         text = self._decode(self._window[-num_new:]) if piece is None else piece
         self._move_on()
         return text.rstrip(_REPLACEMENT)
-
-    def _take(self) -> str:
-        """The text that is certain now; moves the window on."""
-        piece = self._new_text(self._window)
-        if piece and not piece.endswith(_REPLACEMENT):
-            self._move_on()
-            return piece
-        num_new = len(self._window) - self._num_emitted
-        return "" if num_new < _MAX_WITHHELD_TOKENS else self._give_up(piece)
 
     def _move_on(self) -> None:
         """All of the window was emitted; keep the last part, which begins with a character."""
@@ -107,7 +98,7 @@ class IncrementalDetokenizer:
         return text
 
     def _new_text(self, window: Sequence[int]) -> str | None:
-        """What ``window`` adds to its emitted part; None if that part now decodes differently.
+        """The text that ``window`` adds to its emitted part; None if that part decodes differently.
 
         A decoder with byte fallback makes a whole run of bytes invalid if one of them is.
         """

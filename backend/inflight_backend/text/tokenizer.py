@@ -18,7 +18,7 @@ _OBEYING_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer")  # and with Fast beh
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, str | None]:
-    """The tokenizer in ``folder``; and what its file would have to say, None if it says that.
+    """The tokenizer in ``folder``, and its JSON where that differs from the file.
 
     * It cuts and pads nothing, though the file may say so: training leaves its limits there.
     * For tokenizers that call themselves Llama's, ``add_bos_token`` and ``add_eos_token`` of
@@ -42,7 +42,7 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str | None]:
 
 
 def read_json(folder: Path, name: str) -> dict[str, object]:
-    """What a file says; nothing if there is none."""
+    """The JSON object of a file; empty if there is none."""
     path = find_file(folder, name)
     if path is None:
         return {}
@@ -115,7 +115,7 @@ class TextCodec:
 
         ``end_id`` ends answers, -1 for none, and so do ``more_end_ids``, which the model names
         beside it: a chat model may end its turn with one token and a text with another.
-        ``changed_json`` is what tokenizer.json would have to say, where that is not what it says.
+        ``changed_json`` is the tokenizer as JSON where that differs from tokenizer.json.
         """
         self._tokenizer, self.changed_json = read_tokenizer(folder)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -125,8 +125,8 @@ class TextCodec:
         self.end_id = self._find_id(folder, "eos")
         if self.end_id < 0 and checkpoint is not None:  # a folder of tokenizer.json alone
             self.end_id = self._find_id(checkpoint, "eos")
-        ends = _read_end_ids(checkpoint or folder)
-        self.more_end_ids = tuple(token for token in ends if token != self.end_id)
+        ends = set(_read_ids(checkpoint or folder, "eos"))
+        self.more_end_ids = tuple(sorted(ends - {self.end_id, -1}))
         pad_id = self._find_id(folder, "pad")
         self.pad_id = pad_id if pad_id < self.vocab_size else -1  # some name one that is not there
 
@@ -202,7 +202,7 @@ class TextCodec:
     def names_special(self, text: str, ids: Sequence[int]) -> bool:
         """True if ``text``, which is ``ids`` as tokens, names a special one: those have no text.
 
-        That for unknown words, which stands in ``ids`` for what it does not name, does not count.
+        The token for unknown words does not count: ``ids`` has it for words that do not name it.
         """
         names = (self._id_to_special.get(number) for number in ids)
         return any(name is not None and name in text for name in names)
@@ -215,7 +215,7 @@ class TextCodec:
     def token_text(self, token_id: int) -> str:
         """The text of one token as it stands behind another: with the space that it begins with.
 
-        Special tokens have theirs; what is no whole character is U+FFFD.
+        Special tokens have theirs; bytes that are no whole character are U+FFFD.
         """
         # A decoder drops a space that a text begins with, so the token is made the second one.
         once = self.decode([token_id], skip_special_tokens=False)
@@ -223,44 +223,32 @@ class TextCodec:
         return twice[len(once) :] if twice.startswith(once) else once
 
     def _find_id(self, folder: Path, kind: str) -> int:
-        """The id of the tokenizer's ``eos_token`` (``kind`` eos), else of the model's."""
+        """The id of the tokenizer's ``eos_token`` (``kind`` eos), else of the model's; -1: none."""
         token = special_token(folder, kind)
         token_id = None if token is None else self._tokenizer.token_to_id(token)
         if token_id is not None:
             return int(token_id)
-        for name in ("generation_config.json", "config.json"):
-            value = read_json(folder, name).get(f"{kind}_token_id")
-            if isinstance(value, list) and value:
-                value = value[0]
-            if isinstance(value, bool) or (isinstance(value, int) and value < -1):
-                raise CheckpointError(
-                    f"{name}: '{kind}_token_id' must be a token id, or -1 for none, "
-                    f"not {json.dumps(value)}"
-                )
-            if isinstance(value, int):
-                return value
-        return -1
+        return next(iter(_read_ids(folder, kind)), -1)
 
 
-def _read_end_ids(folder: Path) -> list[int]:
-    """All that the model in ``folder`` ends texts with, sorted; -1 stands for none.
+def _read_ids(folder: Path, kind: str) -> list[int]:
+    """The ids of ``eos_token_id`` (``kind`` eos) of the model in ``folder``; -1 stands for none.
 
     As for `transformers`, generation_config.json says it, else config.json.
     """
     for name in ("generation_config.json", "config.json"):
-        value = read_json(folder, name).get("eos_token_id")
-        if value is None:
+        value = read_json(folder, name).get(f"{kind}_token_id")
+        if value is None or value == []:
             continue
-        ids = value if isinstance(value, list) else [value]
+        ids: list[Any] = value if isinstance(value, list) else [value]
         if len(ids) > _MAX_END_IDS:
             raise CheckpointError(
-                f"{name}: 'eos_token_id' holds {len(ids)} ids, more than {_MAX_END_IDS}"
+                f"{name}: '{kind}_token_id' holds {len(ids)} ids, more than {_MAX_END_IDS}"
             )
-        wrong = [each for each in ids if type(each) is not int or each < -1]
-        if wrong:
+        if any(type(each) is not int or each < -1 for each in ids):
             raise CheckpointError(
-                f"{name}: 'eos_token_id' must be a token id, -1 for none, or a list of these, "
+                f"{name}: '{kind}_token_id' must be a token id, -1 for none, or a list of these, "
                 f"not {json.dumps(value)[:200]}"
             )
-        return sorted(set(ids) - {-1})
+        return ids
     return []

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,20 +30,20 @@ from inflight_backend.manager.responses import make_unstarted_tensors
 from inflight_backend.manager.statistics import EventCounter
 from inflight_backend.manager.wait_reasons import PREPARING, why_queued
 from inflight_backend.requests.inference_request import Array, InferenceRequest
-from inflight_backend.requests.validation import RequestLimits, validate
+from inflight_backend.requests.validation import validate
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.feeds import StatisticsFeeds
 from inflight_backend.triton.introspection import Introspection, ModelInfo
 from inflight_backend.triton.queue import RequestIds, RequestQueue
 from inflight_backend.triton.relay_server import RelayConnection
-from inflight_backend.triton.relay_wire import PartFactory, RelayedRequest
+from inflight_backend.triton.relay_wire import RelayedRequest, RelayedResponseFactory
 from inflight_backend.triton.watchdog import Progress
 from inflight_backend.triton_io.aliases import expand
 from inflight_backend.triton_io.inputs import read_head
-from inflight_backend.triton_io.outputs import make_token_stream, names_none
+from inflight_backend.triton_io.outputs import make_answer_stream, names_none
 from inflight_backend.triton_io.request import Prompt, RequestKind, TritonRequest
 from inflight_backend.triton_io.sender import (
-    ErrorCodeFactory,
     ResponseFactory,
     ResponseSender,
     Sender,
@@ -54,12 +54,20 @@ if TYPE_CHECKING:
 
 
 class SharedStream:
-    """The stream of one Triton request, for one of its sequences; see `share`."""
+    """The stream of one Triton request, for one of its sequences; of the dispatcher's thread.
 
-    def __init__(self, stream: ResponseSender, open_sequences: _OpenSequences) -> None:
+    The last sequence that ends ends the stream.
+    """
+
+    def __init__(
+        self, stream: ResponseSender, open_: set[SharedStream], stop_all: Callable[[], None]
+    ) -> None:
+        """``open_``: the sequences that have not ended; ``stop_all`` stops them when one has
+        failed."""
         self._stream = stream
-        self._open = open_sequences
-        open_sequences.add(self)
+        self._open = open_
+        self._stop_all = stop_all
+        open_.add(self)
 
     @property
     def is_behind(self) -> bool:
@@ -68,55 +76,29 @@ class SharedStream:
 
     def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
         """Send one response; the end of the last sequence ends the stream."""
-        self._stream.send(tensors, is_final=is_final and self._open.close(self))
+        self._stream.send(tensors, is_final=is_final and self._is_last())
 
     def send_error(self, message: str, code: str = "INTERNAL") -> None:
         """End this sequence, and the stream with an error once all others have ended."""
         self.end_with(message, code)
-        if self._open.close(self):
+        if self._is_last():
             self._stream.send_error(message, code)
 
     def end_with(self, message: str, code: str = "INTERNAL") -> None:
         """Stop all sequences; the last one's end is this error."""
         self._stream.end_with(message, code)
-        self._open.stop()
+        self._stop_all()
 
     def abandon(self, message: str) -> None:
         """After a final send that raised: end this sequence and stop the others; never raise."""
         self.end_with(message)
-        if self._open.close(self):
+        if self._is_last():
             self._stream.abandon(message)
 
-
-class _OpenSequences:
-    """The sequences of a request that have not ended; of the dispatcher's thread."""
-
-    def __init__(self, stop_all: Callable[[], None]) -> None:
-        self._sequences: set[SharedStream] = set()
-        self._stop_all: Callable[[], None] | None = stop_all
-
-    def add(self, sequence: SharedStream) -> None:
-        """One more, before the first can end."""
-        self._sequences.add(sequence)
-
-    def close(self, sequence: SharedStream) -> bool:
-        """``sequence`` has ended; True if all have."""
-        self._sequences.discard(sequence)
-        return not self._sequences
-
-    def stop(self) -> None:
-        """Stop them all, once."""
-        stop_all, self._stop_all = self._stop_all, None
-        if stop_all is not None:
-            stop_all()
-
-
-def share(
-    stream: ResponseSender, num_sequences: int, stop_all: Callable[[], None]
-) -> list[SharedStream]:
-    """One stream for each sequence; ``stop_all`` stops all of them when one has failed."""
-    open_sequences = _OpenSequences(stop_all)
-    return [SharedStream(stream, open_sequences) for _ in range(num_sequences)]
+    def _is_last(self) -> bool:
+        """End this sequence; true if all have ended."""
+        self._open.discard(self)
+        return not self._open
 
 
 def copy_request(request: InferenceRequest, numbers: Sequence[int]) -> list[InferenceRequest]:
@@ -133,8 +115,6 @@ def copy_request(request: InferenceRequest, numbers: Sequence[int]) -> list[Infe
 
 _logger = get_logger(__name__)
 
-
-_MAX_FEEDS = 16
 _LAST_SECONDS = 1.0  # for what is stopped at the end to be freed; a step takes 0.03
 
 _ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
@@ -153,55 +133,38 @@ class Frontend:
         factory: ResponseFactory,
         queue: RequestQueue,
         dispatcher: ResponseDispatcher,
-        codec: TextCodec | None,
-        outputs: frozenset[str] = frozenset(),
-    ) -> None:
-        """``outputs``: those of the model's configuration, which may be another than our own."""
-        self._outputs = outputs
-        self._is_decoupled = factory.is_decoupled
-        self.progress = Progress()
-        self.errors = EventCounter()  # by code: Triton counts these requests as successes
-        self._on_error: Callable[[], None] = lambda: None
-        self._accepting = threading.Lock()  # Triton's thread and that of relayed requests
-        self._factory = factory
-        self._coded = ErrorCodeFactory(factory.pb_utils, factory.is_decoupled)
-        self._parts = PartFactory(factory.pb_utils)
-        self._queue = queue
-        self._dispatcher = dispatcher
-        self._codec = codec
-        self._ids = RequestIds()
-        self._live: dict[int, ResponseSender] = {}
-        self._groups: dict[int, list[int]] = {}  # of requests with several sequences
-        self._max_num_sequences = 1
-        self._feeds: list[ResponseSender] = []
-        self._limits: RequestLimits | None = None
-        self._wake: Callable[[], None] = lambda: None
-        self._stats_json: Callable[[], str] = lambda: "{}"
-        self._introspection: Introspection | None = None
-        self._why_queued: Callable[[], str] = str
-        self._describe_load: Callable[[], str] = str
-        self._why_not_ready: Callable[[], str] = str
-
-    def start(
-        self,
+        feeds: StatisticsFeeds,
         manager: GptManager,
-        description: ModelInfo,
-        why_not_ready: Callable[[], str] = str,
-        on_error: Callable[[], None] = lambda: None,
+        model_info: ModelInfo,
+        codec: TextCodec | None,
+        outputs: frozenset[str],
+        *,
+        why_not_ready: Callable[[], str],
+        on_error: Callable[[], None],
     ) -> None:
-        """Connect to the batch manager; comes before the first request.
+        """``outputs``: those of the model's configuration, which may be another than our own.
 
         ``why_not_ready`` says why requests sent now will not be served; "" if they will.
         ``on_error`` is called when one more is among ``errors``, before its client hears of it.
         """
-        self._on_error = on_error
+        self.progress = Progress()
+        self.errors = EventCounter()  # by code: Triton counts these requests as successes
+        self._factory = factory
+        self._coded = replace(factory, tells_codes=True)
+        self._relayed = RelayedResponseFactory(factory.pb_utils)
+        self._queue = queue
+        self._dispatcher = dispatcher
+        self._feeds = feeds
+        self._manager = manager
+        self._introspection = Introspection(manager, queue, dispatcher, model_info)
+        self._codec = codec
+        self._outputs = outputs
         self._why_not_ready = why_not_ready
-        self._limits, self._wake = manager.limits, manager.wake
-        self._max_num_sequences = manager.max_num_requests
-        self._stats_json = lambda: self._queue.add_to(manager.stats_json)
-        self._introspection = Introspection(manager, self._queue, self._dispatcher, description)
-        self._why_queued = lambda: why_queued(manager)
-        self._describe_load = manager.describe_load
+        self._on_error = on_error
+        self._accepting = threading.Lock()  # Triton's thread and those of relayed requests
+        self._ids = RequestIds()
+        self._live: dict[int, ResponseSender] = {}
+        self._groups: dict[int, list[int]] = {}  # of requests with several sequences
 
     @property
     def num_live(self) -> int:
@@ -215,27 +178,19 @@ class Frontend:
 
     def accept(self, triton_request: Any) -> None:
         """Take one request; it is answered here or later, but always exactly once to the end."""
-        with self._accepting, self.progress:
-            head = read_head(triton_request)
-            factory = self._coded if head.asks_for_codes else self._factory
-            sender = triton_request.get_response_sender()
-            stream = ResponseSender(sender, factory, count_error=self._count_error)
-            try:
-                self._take(TritonRequest.read(triton_request, head, self._outputs), stream)
-            except BaseException as error:  # whatever a request contains, it ends only itself
-                self._refuse(stream, error)
+        head = read_head(triton_request)
+        factory = self._coded if head.asks_for_codes else self._factory
+        sender = triton_request.get_response_sender()
+        stream = ResponseSender(sender, factory, count_error=self._count_error)
+        self._take(stream, lambda: TritonRequest.read(triton_request, head, self._outputs))
 
     def accept_relayed(self, request: RelayedRequest, way_back: RelayConnection) -> None:
         """`accept` a request of another model of ours."""
-        with self._accepting, self.progress:
-            stream = ResponseSender(
-                way_back, self._parts, lambda: way_back.is_behind, count_error=self._count_error
-            )
-            try:
-                inputs, outputs = expand(request.inputs), frozenset(request.requested)
-                self._take(TritonRequest.from_inputs("", inputs, outputs), stream)
-            except BaseException as error:
-                self._refuse(stream, error)
+        stream = ResponseSender(
+            way_back, self._relayed, lambda: way_back.is_behind, count_error=self._count_error
+        )
+        outputs = frozenset(request.requested)
+        self._take(stream, lambda: TritonRequest.from_inputs("", expand(request.inputs), outputs))
 
     def stop_group(self, number: int) -> None:
         """Stop a Triton request in flight: all its sequences."""
@@ -245,16 +200,11 @@ class Frontend:
         """Stop one sequence in flight, waiting or running."""
         request = self._queue.stop(number)
         if request is None:
-            self._wake()
+            self._manager.wake()
             return
         assert request.llm_request is not None, "validated before it was queued"
         tensors = make_unstarted_tensors(request.llm_request, request.created_ns)
         self._dispatcher.send_response(number, tensors, True, "")
-
-    def end_feeds(self) -> None:
-        """End every feed of statistics."""
-        for feed in list(self._feeds):
-            self._end_feed(feed)
 
     def end_all(self, message: str) -> None:
         """Stop everything and end it with an error; what is not free after a second ends anyway."""
@@ -275,15 +225,14 @@ class Frontend:
             numbers = self._groups.get(number, [number])  # the end of the stream forgets them
             stream.abort(message)
             self._stop_each(numbers)
-        self.end_feeds()
-        if self._introspection is not None:
-            self._introspection.fail_all(message)
+        self._feeds.close()
+        self._introspection.fail_all(message)
 
     def expire_queued(self) -> None:
         """End the requests whose deadline has passed in the queue, with an error that says why."""
         for overdue in self._queue.take_overdue():
             place = f"place {overdue.place} of {overdue.num_waiting} in the queue"
-            why = self._why_queued() if overdue.request.is_ready else PREPARING
+            why = why_queued(self._manager) if overdue.request.is_ready else PREPARING
             reason = CapacityText(f"not started before its deadline: {place}, and {why}")
             self._dispatcher.send_response(overdue.request.request_id, (), True, reason)
 
@@ -292,13 +241,11 @@ class Frontend:
         for number, stream in list(self._live.items()):
             if stream.is_cancelled():
                 self.stop_group(number)
-        for feed in list(self._feeds):
-            if feed.is_closed or feed.is_cancelled():
-                self._end_feed(feed)
+        self._feeds.check_cancelled()
 
     def _check_one_response(self, prompts: Sequence[Prompt], num_answers: int) -> None:
         """`InvalidRequest` for what has several responses, where Triton takes one only."""
-        if self._is_decoupled:
+        if self._factory.is_decoupled:
             return
         if any(prompt.is_streaming for prompt in prompts):
             raise InvalidRequest(
@@ -314,54 +261,64 @@ class Frontend:
         for number in numbers:
             self.stop(number)
 
-    def _take(self, request: TritonRequest, stream: ResponseSender) -> None:
-        match request.kind:
-            case RequestKind.GENERATE:
-                self._enqueue(request, stream)
-            case RequestKind.STOP:
-                self._stop_by_name(request.request_id, stream)
-            case RequestKind.STATS:
-                self._send_stats(request, stream)
-            case _:
-                self._inform(request, stream)
+    def _take(self, stream: ResponseSender, read: Callable[[], TritonRequest]) -> None:
+        with self._accepting, self.progress:
+            try:
+                request = read()
+                match request.kind:
+                    case RequestKind.GENERATE:
+                        self._enqueue(request, stream)
+                    case RequestKind.STOP:
+                        self._stop_by_name(request.request_id, stream)
+                    case RequestKind.STATS:
+                        self._send_stats(request, stream)
+                    case _:
+                        self._inform(request, stream)
+            except BaseException as error:  # whatever a request contains, it ends only itself
+                self._refuse(stream, error)
 
     def _enqueue(self, triton_request: TritonRequest, stream: ResponseSender) -> None:
         name, prompts = triton_request.request_id, triton_request.prompts
-        limits = self._limits
-        assert limits is not None, "start() comes before the first request"
+        outputs = triton_request.outputs
+        limits = self._manager.limits
         number = self._ids.reserve(name)
         numbers = [number]
         try:
-            counts = [prompt.count_requests(self._max_num_sequences) for prompt in prompts]
+            counts = [prompt.count_requests(self._manager.max_num_requests) for prompt in prompts]
             self._check_one_response(prompts, sum(counts))
             # Now, since validation starts to compile grammars.
-            self._queue.check_room(sum(counts), self._describe_load)
+            self._queue.check_room(sum(counts))
             numbers += [self._ids.reserve("") for _ in range(1, sum(counts))]
-            streams: Iterator[Sender] = iter([stream])
+            streams: list[Sender] = [stream]
             if len(numbers) > 1:
                 self._groups[number] = numbers
-                streams = iter(share(stream, len(numbers), lambda: self._stop_each(numbers)))
+                open_: set[SharedStream] = set()
+                streams = [
+                    SharedStream(stream, open_, lambda: self._stop_each(numbers)) for _ in numbers
+                ]
             requests: list[InferenceRequest] = []
             for row, prompt in enumerate(prompts):
                 own = numbers[len(requests) : len(requests) + counts[row]]
                 request = prompt.make_request(own[0], self._codec, limits)
                 for index, one in enumerate(copy_request(request, own[1:])):
                     validate(one, limits)
-                    outputs = triton_request.outputs
-                    way = make_token_stream(next(streams), one, prompt, outputs, self._codec)
-                    places = (row if len(prompts) > 1 else None, index if len(own) > 1 else None)
-                    way.set_index(*places, is_asked=names_none(outputs))
-                    self._dispatcher.open(one.request_id, way)
+                    way_back = streams[len(requests)]
+                    answer = make_answer_stream(way_back, one, prompt, outputs, self._codec)
+                    if len(prompts) > 1:
+                        answer.set_index("batch_index", row, is_asked=names_none(outputs))
+                    if len(own) > 1:
+                        answer.set_index("sequence_index", index, is_asked=names_none(outputs))
+                    self._dispatcher.open(one.request_id, answer)
                     requests.append(one)
             stream.on_final(lambda: self._forget(number, name))
             self._live[number] = stream  # from now on others may end it
-            self._queue.put(*requests, describe_load=self._describe_load)
+            self._queue.put(*requests)
         except BaseException:
             for opened in numbers:
                 self._dispatcher.discard(opened)
             self._forget(number, name)
             raise
-        self._wake()
+        self._manager.wake()
 
     def _forget(self, number: int, name: str) -> None:
         self._live.pop(number, None)
@@ -381,7 +338,6 @@ class Frontend:
 
     def _inform(self, request: TritonRequest, stream: ResponseSender) -> None:
         """Answer a request for information."""
-        assert self._introspection is not None, "start() comes before the first request"
         if request.kind is RequestKind.READY:
             if reason := self._why_not_ready():
                 raise CapacityExceeded(reason)
@@ -399,30 +355,19 @@ class Frontend:
 
     def _send_stats(self, request: TritonRequest, stream: ResponseSender) -> None:
         """The last statistics at once, then one JSON per iteration unless streaming is off."""
-        if not self._is_decoupled or request.is_streaming is False:
-            last = np.array([[self._stats_json().encode()]], dtype=np.object_)
+        if not self._factory.is_decoupled or request.is_streaming is False:
+            last = np.array([[self._last_stats().encode()]], dtype=np.object_)
             stream.send({"stats": last}, is_final=True)
             return
         if self._queue.is_draining:
             raise CapacityExceeded("the server is shutting down; it feeds no more statistics")
-        if len(self._feeds) >= _MAX_FEEDS:
-            raise CapacityExceeded(
-                f"{_MAX_FEEDS} feeds of statistics are open, which is the limit; "
-                "ask without streaming, or try again later"
-            )
-        self._feeds.append(stream)  # before the look at it: who refuses ends the feeds next
-        if refusal := self._queue.refusal:
-            with suppress(ValueError):
-                self._feeds.remove(stream)
-            raise CapacityExceeded(refusal)
-        self._dispatcher.subscribe(stream, self._stats_json)
-        if stream.is_closed:  # by the watchdog, which could not find it among the subscribers
-            self._end_feed(stream)
+        self._feeds.open(stream, self._last_stats)
+        if refusal := self._queue.refusal:  # after that: a stall refuses first, then ends the feeds
+            stream.end_with(refusal, "UNAVAILABLE")
+            self._feeds.close(stream)
 
-    def _end_feed(self, feed: ResponseSender) -> None:
-        with suppress(ValueError):  # the watchdog may have ended it just now
-            self._feeds.remove(feed)
-        self._dispatcher.unsubscribe(feed)
+    def _last_stats(self) -> str:
+        return self._queue.add_to(self._manager.stats_json)
 
     def _count_error(self, code: str) -> None:
         self.errors.add(code)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from inflight_backend.errors import CapacityExceeded
 from inflight_backend.log import get_logger
 from inflight_backend.manager.wait_reasons import (
     NOT_IN_FLIGHT,
     PREPARING,
-    QueuePosition,
     describe_queued,
     why_queued,
 )
@@ -27,6 +27,9 @@ from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.queue import RequestQueue
 from inflight_backend.triton_io.sender import ResponseSender
+
+if TYPE_CHECKING:
+    from inflight_backend.manager.gpt_manager import GptManager
 
 _logger = get_logger(__name__)
 
@@ -64,9 +67,9 @@ class ModelInfo:
         self._name = name
         self._folder = folder
         self._limits = limits
+        self._codec = codec
         self._end_id = -1 if codec is None else codec.end_id
         self._stop_token_ids = () if codec is None else codec.more_end_ids
-        self._tokenizer_json = None if codec is None else codec.changed_json
         if self._stop_token_ids and not takes_stop_tokens:
             _logger.warning(
                 "config.pbtxt of this model is of an older version, without the input "
@@ -86,8 +89,8 @@ class ModelInfo:
         if not self._text:
             longest = longest_text(self._limits)
             files = {p.name: p.read_text(encoding="utf-8") for p in self._paths()}
-            if self._tokenizer_json is not None:
-                files["tokenizer.json"] = self._tokenizer_json
+            if self._codec is not None and self._codec.changed_json is not None:
+                files["tokenizer.json"] = self._codec.changed_json
             content = {
                 "model": self._name,
                 "max_input_len": min(self._limits.max_input_len, longest),
@@ -106,17 +109,10 @@ class ModelInfo:
 
 
 MAX_OPEN = 1024
-"""LoopCalls that wait for an answer; that is more than come at once, unless one is stuck."""
+"""Requests for information that wait; more than come at once, unless something is stuck."""
 
 
-class IntrospectionTargets(QueuePosition, Protocol):
-    """What is asked; `GptManager` is one."""
-
-    def why(self, *request_ids: int) -> Future[dict[str, Any]]:
-        """What the first of these that is active does."""
-
-    def recording(self) -> Future[Iterator[str]]:
-        """What was decided lately, line by line."""
+_NO_RECORDING = "the recording could not be put together"
 
 
 class Introspection:
@@ -124,13 +120,13 @@ class Introspection:
 
     def __init__(
         self,
-        manager: IntrospectionTargets,
+        manager: GptManager,
         queue: RequestQueue,
         dispatcher: ResponseDispatcher,
-        description: ModelInfo,
+        model_info: ModelInfo,
     ) -> None:
         self._manager = manager
-        self._description = description
+        self._model_info = model_info
         self._queue = queue
         self._dispatcher = dispatcher
         self._recording_for: ResponseSender | None = None  # until it is sent: it may be long
@@ -143,25 +139,41 @@ class Introspection:
         The answer is about the first sequence that has not ended.
         """
         self._open(stream)
-        num_before, answer = self._find_queued(numbers)
+        num_before, queued = self._find_queued(numbers)
         if num_before == 0:
-            self._dispatcher.answer(stream, "why", json.dumps(answer))
+            self._dispatcher.answer(stream, "why", json.dumps(queued))
             return
+
+        def send(done: Future[dict[str, Any]]) -> None:
+            answer = done.result()
+            if answer is NOT_IN_FLIGHT:
+                answer = queued
+            else:
+                answer = answer | _which(numbers.index(answer["request"]), numbers)
+            self._dispatcher.answer(stream, "why", json.dumps(answer))
+
         self._manager.why(*numbers[:num_before]).add_done_callback(
-            lambda done: self._send_why(stream, done, numbers, answer)
+            lambda done: _or_fail(stream, "the request could not be explained", partial(send, done))
         )
 
     def answer_description(self, stream: ResponseSender) -> None:
         """Send what is served."""
         self._open(stream)
-        self._dispatcher.answer(stream, "description", self._description.to_json())
+        self._dispatcher.answer(stream, "description", self._model_info.to_json())
 
     def answer_recording(self, stream: ResponseSender) -> None:
         """Send the recording; `CapacityExceeded` while another one is put together."""
         self._open(stream, is_recording=True)
-        self._manager.recording().add_done_callback(
-            lambda done: self._start_recording(stream, done)
-        )
+
+        def send(lines: Future[Iterator[str]]) -> None:
+            self._dispatcher.answer(stream, "recording", "".join(lines.result()))
+
+        def start(done: Future[Iterator[str]]) -> None:
+            run = partial(_or_fail, stream, _NO_RECORDING, partial(send, done))
+            thread = threading.Thread(target=run, name="Recording", daemon=True)
+            _or_fail(stream, _NO_RECORDING, thread.start)
+
+        self._manager.recording().add_done_callback(start)
 
     def fail_all(self, message: str) -> None:
         """End every question without an answer with an error: the loop or the dispatcher does not
@@ -209,44 +221,19 @@ class Introspection:
                 return index, describe_queued(*place, reason) | _which(index, numbers)
         return len(numbers), NOT_IN_FLIGHT
 
-    def _send_why(
-        self,
-        stream: ResponseSender,
-        done: Future[dict[str, Any]],
-        numbers: Sequence[int],
-        otherwise: dict[str, Any],
-    ) -> None:
-        """Send what the manager says of one of ``numbers``, or ``otherwise`` of another one."""
-        try:
-            answer = done.result()
-            if answer is NOT_IN_FLIGHT:
-                answer = otherwise
-            else:
-                answer = answer | _which(numbers.index(answer["request"]), numbers)
-            self._dispatcher.answer(stream, "why", json.dumps(answer))
-        except BaseException:  # a future drops what its callback raises
-            _logger.exception("a request could not be explained")
-            stream.fail("the request could not be explained")
-
-    def _start_recording(self, stream: ResponseSender, done: Future[Iterator[str]]) -> None:
-        try:
-            threading.Thread(
-                target=self._send_recording, args=(stream, done), name="Recording", daemon=True
-            ).start()
-        except BaseException:  # no more threads; what a callback raises is dropped
-            _logger.exception("a recording could not be put together")
-            stream.fail("the recording could not be put together")
-
-    def _send_recording(self, stream: ResponseSender, done: Future[Iterator[str]]) -> None:
-        try:
-            self._dispatcher.answer(stream, "recording", "".join(done.result()))
-        except BaseException:  # nor what a thread raises
-            _logger.exception("a recording could not be put together")
-            stream.fail("the recording could not be put together")
-
 
 def _which(index: int, numbers: Sequence[int]) -> dict[str, int]:
     """Which of several sequences an answer is about, from 1."""
     if len(numbers) == 1:
         return {}
     return {"sequence": index + 1, "num_sequences": len(numbers)}
+
+
+def _or_fail(stream: ResponseSender, message: str, action: Callable[[], None]) -> None:
+    """End ``stream`` with an error if ``action`` raises: callbacks and threads have nobody else to
+    tell."""
+    try:
+        action()
+    except BaseException:
+        _logger.exception(message)
+        stream.fail(message)

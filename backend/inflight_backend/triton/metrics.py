@@ -17,7 +17,7 @@ from inflight_backend.process_guard import leave_if_orphaned
 from inflight_protocol import INPUT_LENGTHS, METRICS, OUTPUT_LENGTHS, V1_METRICS, MetricFamilySpec
 
 _TIMESTAMP = "Timestamp"
-_ANEW_SECONDS = 10.0
+_REPEAT_SECONDS = 10.0
 """How often gauges are set whether or not they changed: the page is shared with the process of a
 model that was loaded again, which leaves its own last numbers there when it ends."""
 
@@ -33,7 +33,7 @@ class TritonMetrics:
         self._histograms: dict[str, Any] = {}
         self._counters: dict[tuple[str, str], Any] = {}  # by name of the family and value
         self._last_values: dict[str, float] = {}
-        self._anew_at = -math.inf
+        self._repeat_at = -math.inf
         self._last_logged: dict[str, Any] = {}
         for spec in V1_METRICS if is_v1 else METRICS:
             kind = getattr(pb_utils.MetricFamily, spec.kind.upper())
@@ -82,8 +82,8 @@ class TritonMetrics:
                 self._counters[name, kind].increment(number)
 
     def _set_gauges(self, stats_json: str) -> None:
-        if (now := time.monotonic()) >= self._anew_at:
-            self._anew_at = now + _ANEW_SECONDS
+        if (now := time.monotonic()) >= self._repeat_at:
+            self._repeat_at = now + _REPEAT_SECONDS
             self._last_values.clear()
         stats = json.loads(stats_json)
         for key, gauge in self._gauges:

@@ -1,9 +1,9 @@
 """`TritonPythonModel`: what Triton's Python backend loads, calls and unloads.
 
 Glue only. `execute` hands requests to the `Frontend` and returns at once; the loop runs on the
-worker thread of `GptManager`, responses leave on the thread of the `ResponseDispatcher`, the
-`PeriodicTasks` looks for cancellation, draining and a dead parent, the `Watchdog` for progress. The
-`RelayListener` receives requests from our other models.
+worker thread of `GptManager`, responses leave on the thread of the `ResponseDispatcher`. The
+`PeriodicTasks` look for cancelled requests and for the wish to drain, the `Watchdog` for progress.
+The `RelayListener` receives requests from our other models.
 
 `initialize` refuses what would fail later or silently not work: a tritonserver whose Python stub
 cannot run us, and settings of config.pbtxt that Triton accepts but ignores for this model, or
@@ -40,6 +40,7 @@ from inflight_backend.requests.validation import longest_text
 from inflight_backend.status import StatusWriter, stop_file_of
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.feeds import StatisticsFeeds
 from inflight_backend.triton.frontend import Frontend
 from inflight_backend.triton.introspection import ModelInfo
 from inflight_backend.triton.metrics import TritonMetrics
@@ -50,9 +51,7 @@ from inflight_backend.triton.watchdog import (
     BEAT_SECONDS,
     PeriodicTask,
     PeriodicTasks,
-    ProgressSource,
     Watchdog,
-    WatchdogTargets,
 )
 from inflight_backend.triton_io.sender import ResponseFactory
 from inflight_protocol import ERRORS, EVENTS
@@ -309,21 +308,18 @@ class TritonPythonModel:
             status.write("loading", loaded_bytes=num_loaded, total_bytes=num_total)
 
         codec = TextCodec.load(checkpoint, parameters.tokenizer_dir)
-        self._queue = RequestQueue(parameters.max_queue_size, parameters.priority_span)
+        self._queue = RequestQueue(
+            parameters.max_queue_size,
+            parameters.priority_span,
+            lambda: self._manager.describe_load(),
+        )
         self._dispatcher = ResponseDispatcher(
             stop_request=lambda n: self._frontend.stop(n),
             on_end=lambda n, num_left_out: self._manager.lengths.sent(n, num_left_out),
             before_ends=self._show_ends,
             merges=parameters.merge_responses,
         )
-        is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", True)
-        self._frontend = Frontend(
-            ResponseFactory(pb_utils, is_decoupled),
-            self._queue,
-            self._dispatcher,
-            codec,
-            frozenset(each["name"] for each in config.get("output", ())),
-        )
+        self._feeds = StatisticsFeeds(self._dispatcher.call_soon)
         self._manager = GptManager(
             checkpoint,
             _MODEL_TYPES[parameters.gpt_model_type.lower()],
@@ -332,7 +328,7 @@ class TritonPythonModel:
             lambda room: self._queue.take(0 if self._dispatcher.is_behind else room),
             self._dispatcher.send_response,
             self._queue.poll_stop_signals,
-            lambda text: self._dispatcher.return_stats(self._queue.add_to(text)),
+            lambda text: self._feeds.add(self._queue.add_to(text)),
             TrtGptModelOptionalParams.from_parameters(parameters),
             exclude_input_in_output=parameters.exclude_input_in_output,
             on_progress=report,
@@ -342,18 +338,25 @@ class TritonPythonModel:
         self._manager.lengths.await_senders()
         if codec is not None:
             codec.check_fits(self._manager.limits.vocab_size)
-        folder = Path(parameters.tokenizer_dir or checkpoint)
         inputs = {each["name"] for each in config.get("input", ())}  # a config may be older than us
-        self._frontend.start(
+        model_info = ModelInfo(
+            checkpoint.name,
+            Path(parameters.tokenizer_dir or checkpoint),
+            self._manager.limits,
+            codec,
+            takes_stop_tokens="stop_token_ids" in inputs,
+        )
+        is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", True)
+        self._frontend = Frontend(
+            ResponseFactory(pb_utils, is_decoupled),
+            self._queue,
+            self._dispatcher,
+            self._feeds,
             self._manager,
-            ModelInfo(
-                checkpoint.name,
-                folder,
-                self._manager.limits,
-                codec,
-                takes_stop_tokens="stop_token_ids" in inputs,
-            ),
-            self._why_not_ready,
+            model_info,
+            codec,
+            frozenset(each["name"] for each in config.get("output", ())),
+            why_not_ready=self._why_not_ready,
             on_error=lambda: self._show(with_gauges=False),
         )
         self._metrics_turn = threading.Lock()
@@ -393,7 +396,18 @@ class TritonPythonModel:
             args["model_name"], self._accept_relayed, self._dispatcher.resume
         )
         self._told_error = "" if self._tell("") else None
-        self._watchdog = self._make_watchdog(parameters.stall_seconds)
+        self._watchdog = Watchdog(
+            (
+                self._manager.health,
+                self._dispatcher,
+                self._frontend.progress,
+                self._periodic_tasks.progress,
+            ),
+            parameters.stall_seconds,
+            on_stall=self._end_streams,
+            on_move=lambda: self._queue.refuse(""),
+            beat=self._beat,
+        )
 
     def _accept_relayed(self, request: RelayedRequest, way_back: RelayConnection) -> None:
         self._frontend.accept_relayed(request, way_back)
@@ -405,8 +419,8 @@ class TritonPythonModel:
     def _update_metrics(self, *, with_gauges: bool = True) -> None:
         """Put on Triton's page what has happened since the last time; from any thread.
 
-        One at a time, so that who returns knows that it is there. Where one call is stuck, because
-        the server does not answer, only the first of the others waits for it.
+        One at a time, so that the numbers are there when it returns. Where one call is stuck,
+        because the server does not answer, only the first of the others waits for it.
         """
         seconds = 0.0 if self._are_metrics_stuck else _METRICS_SECONDS
         self._are_metrics_stuck = not self._metrics_turn.acquire(timeout=seconds)
@@ -427,9 +441,9 @@ class TritonPythonModel:
             self._metrics_turn.release()
 
     def _show_ends(self) -> None:
-        """Before the clients of requests that have ended hear of that. Each number takes a round
-        trip, in which Python stands still, so of gauges that many ends change only so many count
-        while others run; none is old when nothing runs any more."""
+        """Update the metrics before the last responses of requests leave. Each number takes a round
+        trip, in which Python stands still, so the gauges are set only now and then while other
+        requests run; none is old when nothing runs any more."""
         is_idle = self._manager.get_num_active_requests() == 0
         is_old = time.monotonic() - self._gauges_at >= _GAUGES_SECONDS
         self._show(with_gauges=is_idle or is_old)
@@ -440,23 +454,6 @@ class TritonPythonModel:
             self._update_metrics(with_gauges=with_gauges)
         except Exception:
             _logger.exception("the metrics could not be updated")
-
-    def _make_watchdog(self, stall_seconds: float) -> Watchdog:
-        health = self._manager.health
-        return Watchdog(
-            WatchdogTargets(
-                (
-                    ProgressSource(lambda: health.is_busy, lambda: health.num_moves),
-                    self._dispatcher.mover,
-                    ProgressSource.of(self._frontend.progress),
-                    ProgressSource.of(self._periodic_tasks.progress),
-                ),
-                on_stall=self._end_streams,
-                on_move=lambda: self._queue.refuse(""),
-                beat=self._beat,
-            ),
-            stall_seconds,
-        )
 
     def _end_streams(self) -> None:
         self._queue.refuse(_STALLED)
@@ -491,7 +488,7 @@ class TritonPythonModel:
             self._frontend.end_all(_LEAVING)
         if self._frontend.num_live or self._relays.num_open:
             return
-        self._frontend.end_feeds()  # which never end by themselves
+        self._feeds.close()  # which never end by themselves
         if not self._is_drained:
             self._is_drained = self._status.write("drained")
 

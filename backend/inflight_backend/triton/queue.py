@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import re
 import threading
@@ -16,13 +15,11 @@ from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_protocol import MAX_QUEUE_SIZE
 from inflight_scheduler import DEFAULT_PRIORITY_SPAN, rank_at_arrival
 
-_MIN_CLEAN = 64  # deadlines kept before those of requests that have left are looked for
-
 _WAITING = '"Waiting Requests": '
 _NUMBER = re.compile(r"\d+")
 
-_Entry = tuple[float, int, InferenceRequest]  # rank, number of arrival (unique), request
-
+# rank, number of arrival (unique), request, deadline if it has one
+_Entry = tuple[float, int, InferenceRequest, float | None]
 
 DRAINING = "the server is shutting down; send the request to another server"
 
@@ -47,15 +44,21 @@ class RequestQueue:
     ``priority_span`` allows, here and there together. Give both the same span.
     """
 
-    def __init__(self, max_size: int, priority_span: float = DEFAULT_PRIORITY_SPAN) -> None:
-        """``max_size`` 0: as many as `MAX_QUEUE_SIZE`."""
+    def __init__(
+        self,
+        max_size: int,
+        priority_span: float = DEFAULT_PRIORITY_SPAN,
+        describe_load: Callable[[], str] = str,
+    ) -> None:
+        """``max_size`` 0: as many as `MAX_QUEUE_SIZE`. ``describe_load`` says why requests have to
+        wait, for the error of a full queue."""
         self._max_size = max_size or MAX_QUEUE_SIZE
         self._priority_span = priority_span
+        self._describe_load = describe_load
         self._num_arrivals = 0
-        self._order: list[_Entry] = []
+        self._order: list[_Entry] = []  # sorted
         self._entries: dict[int, _Entry] = {}
-        self._deadlines: list[tuple[float, int, int]] = []  # a heap of (when, arrival, id)
-        self._clean_at = _MIN_CLEAN
+        self._deadlines: list[tuple[float, int]] = []  # sorted; with the id
         self._stops: set[int] = set()
         self._lock = threading.Lock()
         self._is_draining = False
@@ -69,28 +72,23 @@ class RequestQueue:
         """True once `drain` was called."""
         return self._is_draining
 
-    def check_room(self, num_requests: int, describe_load: Callable[[], str] | None = None) -> None:
-        """`CapacityExceeded` when there is no room for so many or when draining.
-
-        ``describe_load`` says what keeps those out who wait, for that error.
-        """
+    def check_room(self, num_requests: int) -> None:
+        """`CapacityExceeded` when there is no room for so many or when draining."""
         if self._is_draining:
             raise CapacityExceeded(DRAINING)
         if self._refusal:
             raise CapacityExceeded(self._refusal)
         if len(self._order) + num_requests > self._max_size:
-            load = f"; {describe_load()}" if describe_load is not None else ""
+            load = f"; {text}" if (text := self._describe_load()) else ""
             raise CapacityExceeded(
                 f"Maximum queue size of {self._max_size} has been reached (max_queue_size); "
                 f"try again later{load}"
             )
 
-    def put(
-        self, *requests: InferenceRequest, describe_load: Callable[[], str] | None = None
-    ) -> None:
+    def put(self, *requests: InferenceRequest) -> None:
         """Add requests, all or none; raises what `check_room` does."""
         with self._lock:
-            self.check_room(len(requests), describe_load)
+            self.check_room(len(requests))
             for request in requests:
                 self._add(request)
 
@@ -100,11 +98,12 @@ class RequestQueue:
         self._num_arrivals += 1
         arrival = llm_request.arrival = self._num_arrivals
         rank = rank_at_arrival(arrival, llm_request.priority, self._priority_span)
-        entry = self._entries[request.request_id] = (rank, arrival, request)
-        insort(self._order, entry)
         deadlines = (llm_request.queue_deadline, llm_request.run_deadline)
-        if known := [deadline for deadline in deadlines if deadline is not None]:
-            self._watch(min(known), arrival, request.request_id)
+        deadline = min((each for each in deadlines if each is not None), default=None)
+        entry = self._entries[request.request_id] = (rank, arrival, request, deadline)
+        insort(self._order, entry)
+        if deadline is not None:
+            insort(self._deadlines, (deadline, request.request_id))
 
     def take(self, max_num_requests: int) -> list[InferenceRequest]:
         """The get-inference-requests callback; a negative number takes all that are ready."""
@@ -114,28 +113,25 @@ class RequestQueue:
             limit = None if max_num_requests < 0 else max_num_requests
             ready = (entry for entry in self._order if entry[2].is_ready)
             taken = list(itertools.islice(ready, limit))
-            for _, _, request in taken:
-                del self._entries[request.request_id]
+            for entry in taken:
+                self._forget(entry)
             if taken == self._order[: len(taken)]:
                 del self._order[: len(taken)]
             else:  # a request before them waits for its grammar
                 self._order = [each for each in self._order if each[2].request_id in self._entries]
-            return [request for _, _, request in taken]
+            return [request for _, _, request, _ in taken]
 
     def take_overdue(self) -> list[OverdueRequest]:
         """Take out the requests whose deadline has passed before they could start."""
-        deadlines = self._deadlines  # another thread may put a cleaned list in its place
-        if not deadlines or deadlines[0][0] > time.monotonic():
+        now = time.monotonic()
+        if not any(deadline <= now for deadline, _ in self._deadlines[:1]):
             return []
         overdue: list[OverdueRequest] = []
         with self._lock:
-            now = time.monotonic()
             while self._deadlines and self._deadlines[0][0] <= now:
-                _, arrival, request_id = heapq.heappop(self._deadlines)
-                if self._is_waiting(arrival, request_id):
-                    num_waiting = len(self._order)
-                    request, index = self._remove(request_id)
-                    overdue.append(OverdueRequest(request, index + 1, num_waiting))
+                num_waiting = len(self._order)
+                request, index = self._remove(self._deadlines[0][1])
+                overdue.append(OverdueRequest(request, index + 1, num_waiting))
         return overdue
 
     def stop(self, request_id: int) -> InferenceRequest | None:
@@ -196,21 +192,18 @@ class RequestQueue:
 
     def _remove(self, request_id: int) -> tuple[InferenceRequest, int]:
         """Take one out; the request and its index."""
-        entry = self._entries.pop(request_id)
+        entry = self._entries[request_id]
+        self._forget(entry)
         index = bisect_left(self._order, entry)
         del self._order[index]
         return entry[2], index
 
-    def _watch(self, deadline: float, arrival: int, request_id: int) -> None:
-        if len(self._deadlines) >= self._clean_at:
-            self._deadlines = [each for each in self._deadlines if self._is_waiting(*each[1:])]
-            heapq.heapify(self._deadlines)
-            self._clean_at = max(_MIN_CLEAN, 2 * len(self._deadlines))
-        heapq.heappush(self._deadlines, (deadline, arrival, request_id))
-
-    def _is_waiting(self, arrival: int, request_id: int) -> bool:
-        entry = self._entries.get(request_id)
-        return entry is not None and entry[1] == arrival
+    def _forget(self, entry: _Entry) -> None:
+        """All of ``entry`` but its place in the order."""
+        _, _, request, deadline = entry
+        del self._entries[request.request_id]
+        if deadline is not None:
+            del self._deadlines[bisect_left(self._deadlines, (deadline, request.request_id))]
 
 
 class RequestIds:

@@ -10,153 +10,144 @@ connection, so the other side always learns of it.
 The sockets are abstract: there is no file, so nothing is left behind. Every process in the same
 network namespace can reach them, so both sides check the credentials of the other.
 
-The relay sends one message, the request; the parts of the answer and its end come back. A message
-is its length and that of its head, the head in JSON, and the content of every tensor.
+The relay sends one `RelayedRequest`; `RelayedResponse`s come back until one is final. A message
+travels as its length and MessagePack.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
 import resource
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 import psutil
 
 from inflight_backend.errors import CapacityExceeded
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.triton_io.sender import ResponseFactory
 
-Array = npt.NDArray[Any]
 Tensors = dict[str, Array]
 
-LENGTHS = struct.Struct("!II")
-"""What a message begins with: the bytes of its head, and those of its tensors."""
-
-_MAX_CONTENT_BYTES = 2**32 - 1
+_LENGTH = struct.Struct("!Q")
 _OBJECT = "object"
 
 
-class LastTensors(Tensors):
-    """Behind these comes nothing but the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class RelayedRequest:
+class RelayedRequest(msgspec.Struct, frozen=True, tag="request"):
     """What is asked: the tensors by name, and the outputs that are wanted."""
 
-    inputs: Tensors
-    requested: Sequence[str]
+    inputs: dict[str, np.ndarray[Any, Any]]
+    requested: list[str]
+
+
+class RelayedResponse(msgspec.Struct, frozen=True, tag="response", omit_defaults=True):
+    """One response, as Triton's. ``tensors`` None: only the news that the answer is over.
+
+    ``code`` names a constant of ``TritonError`` if this is the ``error`` that ends the answer.
+    """
+
+    tensors: dict[str, np.ndarray[Any, Any]] | None = None
+    error: str = ""
+    code: str = ""
+    is_final: bool = False
+
+
+Message = RelayedRequest | RelayedResponse
 
 
 @dataclass(frozen=True, slots=True)
-class RelayedError:
-    """An error as the last part of an answer; ``code`` names a constant of ``TritonError``."""
-
-    message: str
-    code: str
-
-
-@dataclass(frozen=True, slots=True)
-class RelayedEnd:
-    """Comes behind the last part of an answer."""
-
-
-Part = Tensors | RelayedError
-"""What would be one response."""
-
-Message = RelayedRequest | Part | RelayedEnd
-
-
-@dataclass(frozen=True, slots=True)
-class PartFactory(ResponseFactory):
-    """Builds parts in place of Triton's responses."""
+class RelayedResponseFactory(ResponseFactory):
+    """Builds `RelayedResponse`s in place of Triton's responses."""
 
     @property
     def final_flag(self) -> int:
         """See `ResponseFactory.final_flag`."""
         return 1
 
-    def tensors(self, tensors: Tensors) -> Tensors:
+    def tensors(self, tensors: Tensors) -> RelayedResponse:
         """See `ResponseFactory.tensors`."""
-        return tensors
+        return RelayedResponse(tensors)
 
-    def error(self, message: str, code: str = "INTERNAL") -> RelayedError:
+    def error(self, message: str, code: str = "INTERNAL") -> RelayedResponse:
         """See `ResponseFactory.error`."""
-        return RelayedError(message, code)
+        return RelayedResponse(None, message, code)
+
+
+class _PackedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor as it travels; ``content`` holds its bytes, or those of each of its texts."""
+
+    dtype: str
+    shape: list[int]
+    content: bytes | list[bytes]
 
 
 def pack(message: Message) -> bytes:
-    """A message as it travels; `ValueError` if its tensors have 4 GiB or more."""
-    if isinstance(message, RelayedRequest):
-        return _pack({"requested": list(message.requested)}, message.inputs)
-    if isinstance(message, RelayedError):
-        return _pack({"error": [message.message, message.code]})
-    if isinstance(message, RelayedEnd):
-        return _pack({"end": True})
-    return _pack({"last": True} if isinstance(message, LastTensors) else {}, message)
+    """A message as it travels; `ValueError` if a tensor or text has 4 GiB or more."""
+    content = _encoder.encode(message)
+    return _LENGTH.pack(len(content)) + content
 
 
-def unpack(head: bytes, contents: bytes) -> Message:
-    """The message that `pack` made of these two parts, whose lengths come before them."""
-    described = json.loads(head)
-    if "error" in described:
-        return RelayedError(*described["error"])
-    if "end" in described:
-        return RelayedEnd()
-    tensors = dict(_read_tensors(described["tensors"], memoryview(contents)))
-    if "requested" in described:
-        return RelayedRequest(tensors, described["requested"])
-    return LastTensors(tensors) if "last" in described else tensors
+def read_message(connection: socket.socket) -> Message | None:
+    """The next message, None if the other side closes before its end.
+
+    `msgspec.DecodeError` or ``ValueError`` for what is no message.
+    """
+    with suppress(ConnectionError):
+        if (length := _read(connection, _LENGTH.size)) is None:
+            return None
+        if (content := _read(connection, *_LENGTH.unpack(length))) is not None:
+            message: Message = _decoder.decode(content)
+            return message
+    return None
 
 
-def _pack(about: Mapping[str, Any], tensors: Mapping[str, Array] | None = None) -> bytes:
-    contents: list[bytes] = []
-    described: list[Any] = []
-    for name, tensor in (tensors or {}).items():
-        if tensor.dtype.hasobject:
-            texts = [_to_bytes(text) for text in tensor.reshape(-1)]
-            described.append([name, _OBJECT, tensor.shape, list(map(len, texts))])
-            contents += texts
-        else:
-            described.append([name, tensor.dtype.str, tensor.shape, [tensor.nbytes]])
-            contents.append(tensor.tobytes())
-    head = json.dumps({**about, "tensors": described}).encode()
-    size = sum(map(len, contents))
-    if size > _MAX_CONTENT_BYTES:
-        raise ValueError(f"tensors of {size} bytes are more than a message can hold")
-    return b"".join([LENGTHS.pack(len(head), size), head, *contents])
+def read_messages(connection: socket.socket) -> Iterator[Message]:
+    """The messages that come, until the other side closes or is cut off in the midst of one."""
+    while (message := read_message(connection)) is not None:
+        yield message
 
 
-def _to_bytes(text: Any) -> bytes:
-    return text if isinstance(text, bytes) else str(text).encode()
+def _read(connection: socket.socket, size: int) -> bytes | None:
+    parts: list[bytes] = []
+    while size:
+        part = connection.recv(min(size, _MAX_READ))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _read_tensors(described: Sequence[Any], contents: memoryview) -> Iterator[tuple[str, Array]]:
-    start = 0
-    for name, dtype, shape, lengths in described:
-        pieces = []
-        for length in lengths:
-            pieces.append(contents[start : start + length])
-            start += length
-        if dtype == _OBJECT:
-            tensor = np.empty(math.prod(shape), dtype=np.object_)
-            tensor[:] = list(map(bytes, pieces))
-        else:
-            tensor = np.frombuffer(pieces[0], dtype=dtype)
-        yield name, tensor.reshape(shape)
+def _pack_tensor(tensor: object) -> _PackedTensor:
+    assert isinstance(tensor, np.ndarray)
+    if tensor.dtype.hasobject:
+        texts = [each if isinstance(each, bytes) else str(each).encode() for each in tensor.flat]
+        return _PackedTensor(_OBJECT, list(tensor.shape), texts)
+    return _PackedTensor(tensor.dtype.str, list(tensor.shape), tensor.tobytes())
 
 
-_VERSION = "1"  # of the messages; others have other addresses
+def _unpack_tensor(kind: type, packed: object) -> Array:
+    dtype, shape, content = msgspec.convert(packed, tuple[str, list[int], bytes | list[bytes]])
+    if isinstance(content, bytes):
+        return np.frombuffer(content, dtype).reshape(shape)
+    tensor = np.empty(len(content), np.object_)
+    tensor[:] = content
+    return tensor.reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack_tensor)
+_decoder = msgspec.msgpack.Decoder(Message, dec_hook=_unpack_tensor)
+
+_MAX_READ = 2**20
+_VERSION = "2"  # of the messages; others have other addresses
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _MIN_DESCRIPTORS = 2**13
 _CONNECT_SECONDS = 1.0  # while a model is reloaded the address is closed for some 0.05 s
@@ -204,17 +195,6 @@ def connect(connection: socket.socket, model: str) -> None:
     connection.settimeout(timeout)
     if not is_sibling(connection):
         raise CapacityExceeded(f"the model '{model}' has gone, or another process is in its place")
-
-
-def read_messages(connection: socket.socket) -> Iterator[Message]:
-    """The messages that come, until the other side closes or is cut off in the midst of one."""
-    with connection.makefile("rb") as file, suppress(ConnectionError):
-        while len(lengths := file.read(LENGTHS.size)) == LENGTHS.size:
-            head_size, contents_size = LENGTHS.unpack(lengths)
-            head, contents = file.read(head_size), file.read(contents_size)
-            if len(head) + len(contents) < head_size + contents_size:
-                return
-            yield unpack(head, contents)
 
 
 def allow_many_connections() -> None:

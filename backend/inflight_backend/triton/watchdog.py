@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 from inflight_backend.log import get_logger
 
@@ -28,7 +29,7 @@ class AwakeClock:
     """Seconds in which its owner has run; of one thread, which looks at it again and again."""
 
     def __init__(self, longest_turn: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``longest_turn``: what passes at most between two looks of an owner who runs."""
+        """``longest_turn``: the longest time between two looks of an owner that runs."""
         self._longest_turn = longest_turn
         self._clock = clock
         self._last = clock()
@@ -60,11 +61,11 @@ class PeriodicTask:
 class PeriodicTasks:
     """Runs tasks on its own thread; one that raises is tried again next time.
 
-    The first failure of a row is logged: there may be ten in a second, for days.
+    The first of several failures in a row is logged: there may be ten in a second, for days.
     """
 
     def __init__(self, tasks: Sequence[PeriodicTask], is_busy: Callable[[], bool]) -> None:
-        """``is_busy``: is a request there? Who makes it true calls `wake` after that."""
+        """``is_busy``: is a request there? A caller that makes it true calls `wake` after that."""
         self._tasks = tasks
         self._is_busy = is_busy
         self._was_busy = False
@@ -75,9 +76,9 @@ class PeriodicTasks:
         self._thread.start()
 
     def wake(self) -> None:
-        """A request is there, or was and is refused already: the periods of idle times are over, at
-        least for once; from any thread."""
-        if not self._was_busy:  # else it sees for itself
+        """End the idle periods, at least for one turn: a request has come, and may have been
+        refused already; from any thread."""
+        if not self._was_busy:  # else it looks by itself
             self._event.set()
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class PeriodicTasks:
             self._event.clear()
             if self._is_closing:
                 return
-            self._was_busy = False  # who comes from here on wakes it, or is seen in the next line
+            self._was_busy = False  # a request from here on wakes it, or is seen in the next line
             self._was_busy = is_busy = self._is_busy() or was_woken
             now = time.monotonic()
             for task in self._tasks:
@@ -123,7 +124,7 @@ BEAT_SECONDS = 1.0
 
 
 class Progress:
-    """What one thread gets done: ``with progress:`` around its work, `moved` for parts of that.
+    """The work of one thread: ``with progress:`` around it, `moved` for parts of it.
 
     Its thread writes, any thread reads.
     """
@@ -146,56 +147,40 @@ class Progress:
         self.num_moves += 1
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressSource:
-    """One who must move: ``num_moves`` grows with everything done, at least while ``is_busy``."""
+class Watched(Protocol):
+    """What must not stand still: ``num_moves`` grows with everything done, at least while
+    ``is_busy``."""
 
-    is_busy: Callable[[], bool]
-    num_moves: Callable[[], int]
+    @property
+    def is_busy(self) -> bool:
+        """True while there is something to do."""
 
-    @classmethod
-    def of(cls, progress: Progress) -> ProgressSource:
-        """A thread that notes its progress."""
-        return cls(lambda: progress.is_busy, lambda: progress.num_moves)
-
-
-@dataclass(frozen=True, slots=True)
-class WatchdogTargets:
-    """What the watchdog looks at and what it does; all of it is called on its thread.
-
-    ``on_stall`` ends the streams; ``on_move`` says that things move again; ``beat`` runs every
-    time.
-    """
-
-    movers: Sequence[ProgressSource]
-    on_stall: Callable[[], None]
-    on_move: Callable[[], None]
-    beat: Callable[[], None]
-
-
-class _Watch:
-    """When one mover moved last."""
-
-    def __init__(self, mover: ProgressSource) -> None:
-        self._mover = mover
-        self._num_moves = -1
-        self._since = 0.0
-
-    def is_stuck(self, limit: float, now: float) -> bool:
-        """True from ``limit`` busy seconds without a move until the next one."""
-        num_moves = self._mover.num_moves()
-        if num_moves != self._num_moves or not self._mover.is_busy():
-            self._num_moves, self._since = num_moves, now
-        return now - self._since > limit
+    @property
+    def num_moves(self) -> int:
+        """How much was done so far."""
 
 
 class Watchdog:
-    """Detects a stall: a thread that is busy for ``stall_seconds`` without progress."""
+    """Detects a stall: something is busy for ``stall_seconds`` without progress.
 
-    def __init__(self, watched: WatchdogTargets, stall_seconds: float) -> None:
+    All callbacks are called on its thread: ``on_stall`` ends the streams, ``on_move`` says that
+    things move again, ``beat`` is called every time it looks.
+    """
+
+    def __init__(
+        self,
+        watched: Sequence[Watched],
+        stall_seconds: float,
+        *,
+        on_stall: Callable[[], None],
+        on_move: Callable[[], None],
+        beat: Callable[[], None],
+    ) -> None:
         self._watched = watched
         self._stall_seconds = stall_seconds
-        self._period = min(BEAT_SECONDS, stall_seconds / 4)
+        self._on_stall = on_stall
+        self._on_move = on_move
+        self._beat = beat
         self._is_stalled = False
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="Watchdog", daemon=True)
@@ -212,25 +197,29 @@ class Watchdog:
         self._thread.join()
 
     def _run(self) -> None:
-        watches = [_Watch(mover) for mover in self._watched.movers]
-        limit = self._stall_seconds
-        clock = AwakeClock(longest_turn=limit / 2)
-        while not self._is_closing.wait(self._period):
+        period = min(BEAT_SECONDS, self._stall_seconds / 4)
+        clock = AwakeClock(longest_turn=self._stall_seconds / 2)
+        num_moves = [-1] * len(self._watched)
+        moved_at = [0.0] * len(self._watched)
+        while not self._is_closing.wait(period):
             now = clock.now()
-            self._judge(any([watch.is_stuck(limit, now) for watch in watches]))
-            self._safely(self._watched.beat)
+            for index, watched in enumerate(self._watched):
+                if num_moves[index] != watched.num_moves or not watched.is_busy:
+                    num_moves[index], moved_at[index] = watched.num_moves, now
+            self._judge(is_stalled=now - min(moved_at, default=now) > self._stall_seconds)
+            self._safely(self._beat)
 
-    def _judge(self, is_stalled: bool) -> None:
+    def _judge(self, *, is_stalled: bool) -> None:
         if is_stalled == self._is_stalled:
             return
         if is_stalled:
             self._is_stalled = True
             _logger.error("nothing has moved for %g s; this is where all are:", self._stall_seconds)
             self._safely(lambda: faulthandler.dump_traceback(_STDERR))
-            self._safely(self._watched.on_stall)
+            self._safely(self._on_stall)
         else:
             _logger.warning("things move again after a stall")
-            self._safely(self._watched.on_move)
+            self._safely(self._on_move)
             self._is_stalled = False  # last: requests are served once this is seen
 
     def _safely(self, action: Callable[[], None]) -> None:

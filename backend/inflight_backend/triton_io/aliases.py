@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.requests.outputs import MAX_TOP_LOG_PROBS
 from inflight_backend.requests.values import read_json_object
 from inflight_backend.triton_io.inputs import RequestHead
@@ -32,8 +32,6 @@ from inflight_protocol import (
 )
 from inflight_protocol import aliases as penalties
 from inflight_scheduler.sampling import SETTINGS
-
-Array = npt.NDArray[Any]
 
 BENCHMARK_PARAMETERS = (ACCUMULATE_PARAMETER, IGNORE_EOS_PARAMETER)
 _NO_END = -1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,9 +11,8 @@ from inflight_backend.requests.inference_request import Array
 from inflight_backend.requests.tensors import finish_reason_tensor
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.sender import Sender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
-from inflight_backend.triton_io.token_stream import Zeros
+from inflight_backend.triton_io.token_stream import AnswerStream
 from inflight_scheduler import FinishReason, LlmRequest
 from inflight_scheduler.sampling import Word
 
@@ -72,49 +70,24 @@ class BeamTexts:
 
 
 @dataclass(slots=True)
-class BeamStream:
-    """The way back of one request with beams; as `TokenStream`, but nothing is put together.
+class BeamStream(AnswerStream):
+    """All beams of one request; nothing is put together.
 
-    ``outputs`` are the names of the tensors to send, ``final_outputs`` of more that go with the
-    last response, ``constants`` go with every one and ``zeros`` with the last. ``texts`` is set
-    when text is among them.
+    ``texts`` is set when text is among the outputs. Words that end an answer are found by the
+    search.
     """
 
-    stream: Sender
-    outputs: frozenset[str]
     texts: BeamTexts | None = None
-    constants: Mapping[str, Array] = field(default_factory=dict)
-    final_outputs: frozenset[str] = frozenset()
-    zeros: Zeros | None = None
-    num_left_out: ClassVar[int] = 0
 
-    def set_index(self, row: int | None, sequence: int | None, *, is_asked: bool) -> None:
-        """Which row of its Triton request this is; None for the only one. Beams are one sequence.
-
-        ``is_asked``: say so in every response.
-        """
-        assert sequence is None, "a search is one request"
-        if row is not None:
-            self.constants = {**self.constants, "batch_index": np.array([[row]], dtype=np.int32)}
-            if is_asked:
-                self.outputs |= {"batch_index"}
-
-    def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
-        """Send ``extras``, all that is known of the beams; ``ids`` is empty. False, always: words
-        that end an answer are found by the search."""
-        self.stream.send(self._make(extras, is_final), is_final=is_final)
-        return False
-
-    def make_last(self, ids: Sequence[int], extras: Mapping[str, Array]) -> dict[str, Array]:
-        """The last response, for a caller that must act before it is sent."""
-        return self._make(extras, True)
-
-    def _make(self, extras: Mapping[str, Array], is_final: bool) -> dict[str, Array]:
+    def _make(
+        self, ids: Sequence[int], extras: Mapping[str, Array], is_final: bool
+    ) -> tuple[dict[str, Array], bool]:
+        """``extras`` hold all that is known of the beams, and ``ids`` are empty."""
         tensors = dict(extras)
         if self.texts is not None:
             beams = zip(tensors["output_ids"][0], tensors["sequence_length"][0], strict=True)
             texts = [
-                self.texts.text(ids[:length].tolist(), is_final=is_final) for ids, length in beams
+                self.texts.text(beam[:length].tolist(), is_final=is_final) for beam, length in beams
             ]
             tensors["text_output"] = np.array(texts, dtype=np.object_)
         tensors.setdefault("finish_reason", finish_reason_tensor(FinishReason.NOT_FINISHED))
@@ -122,4 +95,4 @@ class BeamStream:
         if is_final and self.zeros is not None and "output_ids" in tensors:
             tensors |= self.zeros.tensors(*tensors["output_ids"].shape[1:])
         outputs = self.outputs | self.final_outputs if is_final else self.outputs
-        return {name: tensor for name, tensor in tensors.items() if name in outputs}
+        return {name: tensor for name, tensor in tensors.items() if name in outputs}, False

@@ -175,4 +175,4 @@ def decode_text(name: str, value: object) -> str:
     try:
         return value.decode("utf-8") if isinstance(value, bytes) else str(value)
     except UnicodeDecodeError:
-        raise InvalidRequest(f"'{name}' holds a text that is not valid UTF-8") from None
+        raise InvalidRequest(f"'{name}' is not valid UTF-8") from None

@@ -13,21 +13,19 @@ from inflight_backend.triton_io.beam_stream import BeamStream, BeamTexts
 from inflight_backend.triton_io.request import Prompt
 from inflight_backend.triton_io.sender import Sender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
-from inflight_backend.triton_io.token_stream import TextWriter, TokenStream, Zeros
-from inflight_scheduler import OutputParams
+from inflight_backend.triton_io.token_stream import AnswerStream, TextWriter, TokenStream, Zeros
+from inflight_scheduler import LlmRequest, OutputParams
 
 _TOKEN_OUTPUTS = frozenset({"output_ids", "sequence_length"})
 _TEXT_OUTPUTS = frozenset({"text_output"})
 _ANSWERS = frozenset({"stats", "why", "recording", "description"})
 _OUTPUTS = frozenset(spec.name for spec in protocol.OUTPUTS if spec.is_honoured) - _ANSWERS
-# Sent to who names them; those of `_BY_INPUT` also to who names no output at all.
+# Sent to clients that name them; those of `_BY_INPUT` also to clients that name no output.
 _BY_NAME_ONLY = frozenset({"finish_reason", "batch_index", "sequence_index"})
 # Clients of tensorrtllm_backend up to v0.13 read it of every response and name no outputs.
 _ALWAYS = frozenset({"batch_index"})
 _BY_INPUT = _OUTPUTS - _TOKEN_OUTPUTS - _TEXT_OUTPUTS - _BY_NAME_ONLY
 _ENSEMBLE_OUTPUTS = frozenset(protocol.ENSEMBLE_OUTPUT_MAP.values())
-
-
 _FIRST = {name: np.zeros((1, 1), np.int32) for name in ("batch_index", "sequence_index")}
 
 
@@ -72,63 +70,69 @@ def _unasked(outputs: OutputParams, requested: frozenset[str]) -> frozenset[str]
     return frozenset(name for name, is_asked in asked.items() if not is_asked)
 
 
-def make_token_stream(
+def make_answer_stream(
     stream: Sender,
     request: InferenceRequest,
     prompt: Prompt,
     requested: frozenset[str],
     codec: TextCodec | None,
-) -> TokenStream | BeamStream:
+) -> AnswerStream:
     """The way back for a validated request (`request.llm_request` is set)."""
     llm_request = request.llm_request
     assert llm_request is not None, "validate the request first"
-    text = prompt.text
-    outputs = choose_outputs(requested, is_text=text is not None)
-    # The ensemble names them all; perhaps its client did.
-    final_outputs = _BY_NAME_ONLY if requested == _ENSEMBLE_OUTPUTS else frozenset[str]()
-    if prompt.wants_finish_reason:
-        final_outputs |= {"finish_reason"}
-    stop_words, keeps_stop_word = prompt.stop_words, prompt.keeps_stop_word
-    skips_special = prompt.skips_special_tokens
-    needs_codec = "text_output" in outputs or stop_words
+    outputs = choose_outputs(requested, is_text=prompt.text is not None)
+    needs_codec = "text_output" in outputs or bool(prompt.stop_words)
     if needs_codec and codec is None:
-        name = "stop_words" if stop_words else "text_output"
+        name = "stop_words" if prompt.stop_words else "text_output"
         raise UnsupportedRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
     # A whole answer starts with the prompt unless the client leaves it out (the peer's rule).
     is_whole = not (prompt.is_streaming and llm_request.is_streaming)
     includes_prompt = is_whole and not llm_request.exclude_input_in_output
+    # The ensemble names them all; perhaps its client did.
+    final_outputs = _BY_NAME_ONLY if requested == _ENSEMBLE_OUTPUTS else frozenset[str]()
+    if prompt.wants_finish_reason:
+        final_outputs |= {"finish_reason"}
     unasked = _unasked(llm_request.outputs, requested)
     zeros = Zeros(unasked, llm_request.prompt_len if includes_prompt else 0) if unasked else None
+    shared = (stream, outputs, final_outputs, _FIRST, zeros)
     if llm_request.beams is not None:
-        if keeps_stop_word or not skips_special:
-            name = "include_stop_str_in_output" if keeps_stop_word else "skip_special_tokens"
-            raise UnsupportedRequest(f"'{name}' is not supported together with beams")
-        beams = BeamStream(stream, outputs, constants=_FIRST)
-        beams.final_outputs = final_outputs
-        beams.zeros = zeros
+        _check_beams(prompt)
+        beams = BeamStream(*shared)
         if "text_output" in outputs and codec is not None:
-            prompt_text = codec.decode(llm_request.tokens) if text is None else text
-            beams.texts = BeamTexts.of(codec, llm_request, prompt_text, stop_words)
+            prompt_text = _prompt_text(prompt, llm_request, codec)
+            beams.texts = BeamTexts.of(codec, llm_request, prompt_text, prompt.stop_words)
         return beams
-    token_stream = TokenStream(stream, outputs, constants=_FIRST)
-    token_stream.zeros = zeros
-    token_stream.final_outputs = final_outputs
+    answer = TokenStream(*shared)
     if is_whole and llm_request.is_streaming:
-        token_stream.is_whole = True
-        token_stream.ids = list(llm_request.tokens) if includes_prompt else []
-    if codec is None or not needs_codec:
-        return token_stream
-    token_stream.text = TextWriter(
-        IncrementalDetokenizer(codec, llm_request.tokens, skip_special_tokens=skips_special),
-        stop_tokens=(
-            StopTokens(llm_request.stop_words)
-            if llm_request.stop_words and not keeps_stop_word
-            else None
-        ),
-        stop_text=StopText(stop_words, keeps_word=keeps_stop_word) if stop_words else None,
+        answer.is_whole = True
+        answer.ids = list(llm_request.tokens) if includes_prompt else []
+    if codec is not None and needs_codec:
+        answer.text = _text_writer(prompt, llm_request, codec)
+        if includes_prompt:
+            answer.text.prefix = _prompt_text(prompt, llm_request, codec)
+            if not llm_request.is_streaming:  # else the prompt's ids do not come with the answer's
+                answer.text.num_prompt_ids = llm_request.prompt_len
+    return answer
+
+
+def _check_beams(prompt: Prompt) -> None:
+    if prompt.keeps_stop_word or not prompt.skips_special_tokens:
+        name = "include_stop_str_in_output" if prompt.keeps_stop_word else "skip_special_tokens"
+        raise UnsupportedRequest(f"'{name}' is not supported together with beams")
+
+
+def _prompt_text(prompt: Prompt, request: LlmRequest, codec: TextCodec) -> str:
+    return codec.decode(request.tokens) if prompt.text is None else prompt.text
+
+
+def _text_writer(prompt: Prompt, request: LlmRequest, codec: TextCodec) -> TextWriter:
+    stop_tokens = stop_text = None
+    if request.stop_words and not prompt.keeps_stop_word:
+        stop_tokens = StopTokens(request.stop_words)
+    if prompt.stop_words:
+        stop_text = StopText(prompt.stop_words, keeps_word=prompt.keeps_stop_word)
+    skips_special_tokens = prompt.skips_special_tokens
+    detokenizer = IncrementalDetokenizer(
+        codec, request.tokens, skip_special_tokens=skips_special_tokens
     )
-    if includes_prompt:
-        token_stream.text.prefix = codec.decode(llm_request.tokens) if text is None else text
-        if not llm_request.is_streaming:  # else the prompt's ids do not come with the answer's
-            token_stream.text.num_prompt_ids = llm_request.prompt_len
-    return token_stream
+    return TextWriter(detokenizer, stop_tokens=stop_tokens, stop_text=stop_text)

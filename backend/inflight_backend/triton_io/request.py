@@ -236,11 +236,7 @@ def _read_text(inputs: Mapping[str, Array]) -> str | None:
         raise InvalidRequest("'text_input' and 'input_ids' are both given; send one of them")
     if tensor.size != 1:
         raise InvalidRequest(f"'text_input' must hold one string, got {tensor.size}")
-    value = tensor.reshape(-1)[0]
-    try:
-        text = value.decode("utf-8") if isinstance(value, bytes) else str(value)
-    except UnicodeDecodeError:
-        raise InvalidRequest("'text_input' is not valid UTF-8") from None
+    text = decode_text("text_input", tensor.reshape(-1)[0])
     if not text:
         raise InvalidRequest("'text_input' is empty: a prompt needs at least one token")
     return text

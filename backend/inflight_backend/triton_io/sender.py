@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy.typing as npt
-
 from inflight_backend.log import get_logger
+from inflight_backend.requests.inference_request import Array
 
 _logger = get_logger(__name__)
 
-Array = npt.NDArray[Any]
 
 _CLOSE_SECONDS = 0.5  # a send takes 0.1 ms
 _LARGE_BYTES = 2**18  # less has room in the 1 MiB of shared memory that a model begins with
@@ -34,10 +32,12 @@ class ResponseFactory:
     """Builds Triton responses; the one place that needs ``pb_utils`` to do so.
 
     ``is_decoupled`` False: Triton passes on one response only, which must be the last one.
+    ``tells_codes``: errors have the form ``[CODE] message``.
     """
 
     pb_utils: Any
     is_decoupled: bool = True
+    tells_codes: bool = False
 
     @property
     def final_flag(self) -> int:
@@ -53,18 +53,10 @@ class ResponseFactory:
     def error(self, message: str, code: str = "INTERNAL") -> Any:
         """A response that carries an error; ``code`` names a constant of ``TritonError``."""
         error_class = self.pb_utils.TritonError
+        text = f"[{code}] {message}" if self.tells_codes else message
         return self.pb_utils.InferenceResponse(
-            output_tensors=[], error=error_class(message, getattr(error_class, code))
+            output_tensors=[], error=error_class(text, getattr(error_class, code))
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorCodeFactory(ResponseFactory):
-    """Builds errors of the form ``[CODE] message``; everything else as its base does."""
-
-    def error(self, message: str, code: str = "INTERNAL") -> Any:
-        """See `ResponseFactory.error`."""
-        return ResponseFactory.error(self, f"[{code}] {message}", code)
 
 
 class Sender(Protocol):
@@ -151,8 +143,8 @@ class ResponseSender:
     def end_with(self, message: str, code: str = "INTERNAL") -> None:
         """Send nothing more, and this error as the end, whenever that comes; the first one counts.
 
-        For who cannot be served to the end, but still holds blocks: it is stopped, and hears why
-        when they are free.
+        For a request that cannot be served to its end, but still holds blocks: it is stopped, and
+        its client gets the reason when they are free.
         """
         if self._last_error is None:
             self._last_error = (message, code)
@@ -198,8 +190,8 @@ class ResponseSender:
     def is_cancelled(self) -> bool:
         """True when the client has gone and the stream is still open; False during a send.
 
-        False also where Triton gives no answer, which is logged the first time: who looks at many
-        streams comes to those behind this one.
+        False also where Triton gives no answer, which is logged the first time: the streams behind
+        this one must be asked as well.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -223,7 +215,7 @@ class ResponseSender:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Release the lock, and end the stream for who could not wait for that."""
+        """Release the lock, and end the stream if another thread has tried to meanwhile."""
         self._lock.release()
         if self._is_to_be_closed and not self._is_closed:
             self.close()

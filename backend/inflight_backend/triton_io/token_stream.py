@@ -1,7 +1,8 @@
-"""The tokens of one generation request in the form its client asked for, cut at a stop word."""
+"""The answer to one request in the form its client asked for; tokens, cut at a stop word."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -195,41 +196,29 @@ class TextWriter:
 
 
 @dataclass(slots=True)
-class TokenStream:
+class AnswerStream(ABC):
     """The way back of one request, or of one sequence of it.
 
     ``outputs`` are the names of the tensors to send, ``final_outputs`` of more that go with the
-    last response; ``text`` is set when text is among them.
-    ``is_whole``: one response with everything, although the tokens come one by one; ``ids`` then
-    begin with the prompt if it is part of the answer. ``constants`` go with every response,
-    ``zeros`` with the last one.
+    last response. ``constants`` go with every response, ``zeros`` with the last one.
     ``num_left_out``: tokens so far that were drawn behind a stop word.
     """
 
     stream: Sender
     outputs: frozenset[str]
-    text: TextWriter | None = None
     final_outputs: frozenset[str] = frozenset()
-    is_whole: bool = False
-    ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    extras: TokenExtras = field(default_factory=TokenExtras)
     constants: Mapping[str, Array] = field(default_factory=dict)
     zeros: Zeros | None = None
-    is_stopped: bool = False
     num_left_out: int = 0
 
-    def set_index(self, row: int | None, sequence: int | None, *, is_asked: bool) -> None:
-        """Which row of its request this is, and which sequence of that; None where there is one.
+    def set_index(self, name: str, index: int, *, is_asked: bool) -> None:
+        """Which row of its request this is, or which sequence of that: ``name`` is the output.
 
         ``is_asked``: say so in every response.
         """
-        for name, index in (("batch_index", row), ("sequence_index", sequence)):
-            if index is not None:
-                tensor = scalar(index, INT32)
-                self.constants = {**self.constants, name: tensor}
-                if is_asked:
-                    self.outputs |= {name}
+        self.constants = {**self.constants, name: scalar(index, INT32)}
+        if is_asked:
+            self.outputs |= {name}
 
     def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
         """Send what is new since the last call as one response.
@@ -247,10 +236,32 @@ class TokenStream:
         assert tensors is not None, "the last one always says something"
         return tensors
 
+    @abstractmethod
     def _make(
         self, ids: Sequence[int], extras: Mapping[str, Array], is_final: bool
     ) -> tuple[dict[str, Array] | None, bool]:
         """The response, None if there is nothing to say yet, and whether to stop the request."""
+
+
+@dataclass(slots=True)
+class TokenStream(AnswerStream):
+    """The tokens of one sequence.
+
+    ``text`` is set when text is among the outputs. ``is_whole``: one response with everything,
+    although the tokens come one by one; ``ids`` then begin with the prompt if it is part of the
+    answer.
+    """
+
+    text: TextWriter | None = None
+    is_whole: bool = False
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    extras: TokenExtras = field(default_factory=TokenExtras)
+    is_stopped: bool = False
+
+    def _make(
+        self, ids: Sequence[int], extras: Mapping[str, Array], is_final: bool
+    ) -> tuple[dict[str, Array] | None, bool]:
         was_stopped, text = self.is_stopped, ""
         if was_stopped:  # these were generated before the stop could be heard
             self.num_left_out += len(ids)

@@ -27,20 +27,18 @@ def check_table(name: str, num_rows: int, num_columns: int) -> None:
         )
 
 
-def word_ids(rows: Sequence[Sequence[str]], encode: Encode) -> npt.NDArray[np.int32]:
+def word_table(rows: Sequence[Sequence[Sequence[int]]]) -> npt.NDArray[np.int32]:
     """``[num_rows, 2, n]``: all ids of a row's words one after the other, and where each word ends.
 
-    Ids are padded with 0, ends with -1. Empty words are passed over; without any, n is 0.
+    Ids are padded with 0, ends with -1. Without words n is 0.
     """
-    encoded = [[ids for word in row if word and (ids := encode(word))] for row in rows]
-    size = max((sum(map(len, words)) for words in encoded), default=0)
+    size = max((sum(map(len, words)) for words in rows), default=0)
     result = np.zeros((len(rows), 2, size), dtype=np.int32)
     result[:, 1] = -1
-    for row, words in zip(result, encoded, strict=True):
-        if words:
-            flat = np.concatenate(words)
-            row[0, : len(flat)] = flat
-            row[1, : len(words)] = np.cumsum([len(word) for word in words])
+    for row, words in zip(result, rows, strict=True):
+        ids = [token for word in words for token in word]
+        row[0, : len(ids)] = ids
+        row[1, : len(words)] = np.cumsum([len(word) for word in words])
     return result
 
 
@@ -94,12 +92,9 @@ def add_special_words(
 def _add_tokens(
     request: InferenceRequest, name: str, more: Sequence[Sequence[int]], vocab_size: int
 ) -> None:
-    words = list(dict.fromkeys([*read_words(request, name, vocab_size), *map(tuple, more)]))
-    ids = [token for word in words for token in word]
-    table = np.full((1, 2, max(len(ids), 1)), -1, dtype=np.int32)
-    table[0, 0, : len(ids)] = ids
-    table[0, 1, : len(words)] = np.cumsum([len(word) for word in words])
-    request.replace_tensor(name, table)
+    words = dict.fromkeys([*read_words(request, name, vocab_size), *map(tuple, more)])
+    if words:
+        request.replace_tensor(name, word_table([list(words)]))
 
 
 def add_bias(

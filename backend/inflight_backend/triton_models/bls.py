@@ -12,17 +12,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.triton.relay_wire import Tensors
 from inflight_backend.triton_io.aliases import BENCHMARK_PARAMETERS, with_benchmark_parameters
 from inflight_backend.triton_io.inputs import RequestHead, read_inputs
 from inflight_backend.triton_models.relay_client import Convert, RelayModel
 from inflight_backend.triton_models.text_base import parameters_of, read_switch
 from inflight_protocol import ENSEMBLE_INPUT_MAP, LLM_MODEL_NAME
-
-Array = npt.NDArray[Any]
 
 _INDEXES = ("batch_index", "sequence_index")
 

@@ -6,26 +6,17 @@ character.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.process_guard import exit_with_parent
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_models.text_base import (
-    CODEC_PARAMETERS,
-    check_answers,
-    load_codec,
-    parameters_of,
-    read_switch,
-    respond,
-)
+from inflight_backend.triton_models.text_base import TextModel
 
-Array = npt.NDArray[Any]
-
+MAX_TOKENS = 2**22
+"""Tokens to decode."""
 
 _PASSED_ON = (
     "CUM_LOG_PROBS",
@@ -59,7 +50,10 @@ class Postprocessor:
         longest, highest = tokens.shape[2], self._codec.vocab_size - 1
         if lengths.size and not 0 <= lengths.min() <= lengths.max() <= longest:
             raise InvalidRequest(f"'SEQUENCE_LENGTH' must hold numbers from 0 to {longest}")
-        check_answers("SEQUENCE_LENGTH", int(lengths.sum(dtype=np.int64)))
+        if (num_tokens := int(lengths.sum(dtype=np.int64))) > MAX_TOKENS:
+            raise InvalidRequest(
+                f"'SEQUENCE_LENGTH' asks for {num_tokens} tokens, more than {MAX_TOKENS}"
+            )
         texts = np.empty(lengths.shape, dtype=np.object_)
         for place in np.ndindex(*lengths.shape):
             ids = tokens[place][: lengths[place]]
@@ -71,21 +65,13 @@ class Postprocessor:
         return {"OUTPUT": texts.reshape(-1), **passed_on}
 
 
-class TritonPythonModel:
+class TritonPythonModel(TextModel):
     """The model ``postprocessing``."""
 
-    def initialize(self, args: dict[str, str]) -> None:
-        """Load the tokenizer; a failure fails the load with one line."""
-        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+    switch = "skip_special_tokens"
 
-        exit_with_parent(args["model_name"])
-        self._pb_utils = pb_utils
-        parameters = parameters_of(args, *CODEC_PARAMETERS, "skip_special_tokens")
-        self._convert = Postprocessor(
-            load_codec(parameters),
-            skips_special_tokens=read_switch(parameters, "skip_special_tokens", True),
-        )
-
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """One response per request."""
-        return respond(self._pb_utils, requests, self._convert)
+    def make_converter(
+        self, args: Mapping[str, str], parameters: Mapping[str, str], codec: TextCodec, is_on: bool
+    ) -> Postprocessor:
+        """See `TextModel.make_converter`."""
+        return Postprocessor(codec, skips_special_tokens=is_on)

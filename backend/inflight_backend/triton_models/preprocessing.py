@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.models.checkpoint_files import JsonReader, find_file
-from inflight_backend.process_guard import exit_with_parent
+from inflight_backend.requests.inference_request import Array
+from inflight_backend.requests.sampling import MAX_WORDS
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.word_lists import check_table, embedding_bias, word_ids
-from inflight_backend.triton_models.text_base import (
-    CODEC_PARAMETERS,
-    check_prompts,
-    check_words,
-    load_codec,
-    parameters_of,
-    read_switch,
-    respond,
-    texts,
-)
+from inflight_backend.triton_io.inputs import MAX_TEXT_SIZE
+from inflight_backend.triton_io.word_lists import check_table, embedding_bias, word_table
+from inflight_backend.triton_models.text_base import TextModel, texts
 
-Array = npt.NDArray[Any]
+MAX_CHARACTERS = 2**22
+"""Characters of all prompts, some million tokens; it takes seconds to encode them."""
 
 
 class Preprocessor:
@@ -76,7 +68,11 @@ class Preprocessor:
     ) -> tuple[Array, Array]:
         """Ids ``[num_rows, longest]``, shorter rows padded, and their lengths ``[num_rows, 1]``."""
         prompts = ["".join(row) for row in texts(inputs, name, len(pad_ids))]
-        check_prompts(name, prompts)
+        num_characters = sum(map(len, prompts))
+        if num_characters > MAX_CHARACTERS:
+            raise InvalidRequest(
+                f"'{name}' holds {num_characters} characters, more than {MAX_CHARACTERS}"
+            )
         rows = [
             self._codec.encode_raw(prompt, add_special_tokens=self._adds_special_tokens)
             for prompt in prompts
@@ -103,7 +99,10 @@ class Preprocessor:
         return {"DECODER_INPUT_ID": ids, "REQUEST_DECODER_INPUT_LEN": lengths}
 
     def _words(self, inputs: Mapping[str, Array], name: str, num_rows: int) -> Array:
-        return word_ids(_read_words(inputs, name, num_rows), self._encode_word)
+        rows = _read_words(inputs, name, num_rows)
+        return word_table(
+            [[ids for word in row if (ids := self._encode_word(word))] for row in rows]
+        )
 
     def _bias(self, inputs: Mapping[str, Array], num_rows: int) -> Array:
         weights = inputs.get("EMBEDDING_BIAS_WEIGHTS", np.zeros((num_rows, 0), dtype=np.float32))
@@ -115,29 +114,24 @@ class Preprocessor:
         )
 
     def _encode_word(self, word: str) -> list[int]:
-        return self._codec.encode_word(word)
+        return self._codec.encode_word(word) if word else []
 
 
-class TritonPythonModel:
+class TritonPythonModel(TextModel):
     """The model ``preprocessing``."""
 
-    def initialize(self, args: dict[str, str]) -> None:
-        """Load the tokenizer; a failure fails the load with one line."""
-        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+    switch = "add_special_tokens"
 
-        exit_with_parent(args["model_name"])
-        self._pb_utils = pb_utils
-        parameters = parameters_of(args, *CODEC_PARAMETERS, "add_special_tokens")
-        self._convert = Preprocessor(
-            load_codec(parameters),
-            adds_special_tokens=read_switch(parameters, "add_special_tokens", True),
+    def make_converter(
+        self, args: Mapping[str, str], parameters: Mapping[str, str], codec: TextCodec, is_on: bool
+    ) -> Preprocessor:
+        """See `TextModel.make_converter`."""
+        return Preprocessor(
+            codec,
+            adds_special_tokens=is_on,
             num_embeddings=_read_num_embeddings(parameters.get("gpt_model_path", "")),
             length_type=np.uint32 if "TYPE_UINT32" in args["model_config"] else np.int32,
         )
-
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """One response per request."""
-        return respond(self._pb_utils, requests, self._convert)
 
 
 def _read_num_embeddings(folder: str) -> int:
@@ -147,9 +141,16 @@ def _read_num_embeddings(folder: str) -> int:
 
 
 def _read_words(inputs: Mapping[str, Array], name: str, num_rows: int) -> list[list[str]]:
-    """The words of every row."""
+    """The words of every row, not more than `tensorrt_llm` takes."""
     rows = texts(inputs, name, num_rows)
-    check_words(name, rows)
+    for row in rows:
+        num_characters = sum(map(len, row))
+        if len(row) > MAX_WORDS:
+            raise InvalidRequest(f"'{name}' holds {len(row)} texts in a row, more than {MAX_WORDS}")
+        if num_characters > MAX_TEXT_SIZE:
+            raise InvalidRequest(
+                f"'{name}' holds {num_characters} characters in a row, more than {MAX_TEXT_SIZE}"
+            )
     return rows
 
 

@@ -14,17 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, ClassVar
 
-import numpy.typing as npt
-
 from inflight_backend.errors import CapacityExceeded, ServingError
 from inflight_backend.log import get_logger
 from inflight_backend.process_guard import exit_with_parent
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.triton.relay_wire import (
-    LastTensors,
-    Part,
-    RelayedEnd,
-    RelayedError,
     RelayedRequest,
+    RelayedResponse,
     Tensors,
     allow_many_connections,
     connect,
@@ -33,11 +29,9 @@ from inflight_backend.triton.relay_wire import (
 )
 from inflight_backend.triton.watchdog import PeriodicTask, PeriodicTasks
 from inflight_backend.triton_io.inputs import RequestHead, read_head
-from inflight_backend.triton_io.sender import ErrorCodeFactory, ResponseFactory, ResponseSender
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 
 _logger = get_logger(__name__)
-
-Array = npt.NDArray[Any]
 
 Convert = Callable[[Iterator[Tensors]], Iterable[Tensors]]
 """From the responses of ``tensorrt_llm`` to those the client gets."""
@@ -47,153 +41,70 @@ _CANCEL_CHECK_SECONDS = 0.1
 _NOT_RELAYED = "the request could not be relayed"
 
 
-class PendingCall:
-    """One request on its way: its message, the connection, and the stream that gets the answer."""
+class RelayedCall:
+    """One request on its way, and the answer to it."""
 
-    def __init__(self, stream: ResponseSender, message: bytes) -> None:
+    def __init__(self, model_name: str, stream: ResponseSender, message: bytes) -> None:
+        """``message``: the request; ``stream``: of the client, which may leave before the end."""
         self.stream = stream
-        self.message = message
-        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.is_stopped = self.is_over = False
-        self.is_at_end = False  # what is told now is the last of the answer
-        self._is_closed = False
+        self._model_name = model_name
+        self._message = message
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._is_stopped = self._is_closed = False
+        self.last: RelayedResponse | None = None  # which ends the answer, once it is there
         self._lock = threading.Lock()  # what is closed may be another connection at once
 
-    def stop(self) -> None:
-        """Leave: ``tensorrt_llm`` stops the request, and who reads its answer is at its end."""
-        with self._lock:
-            self.is_stopped = True
-            self._shut()
-
-    def close(self) -> None:
-        """Leave, and give the connection back."""
-        with self._lock:
-            self._shut()
-            self._is_closed = True
-            self.connection.close()
-
-    def _shut(self) -> None:
-        with suppress(OSError):  # while it is not connected, which it may never be
-            if not self._is_closed:
-                self.connection.shutdown(socket.SHUT_RDWR)
-
-
-class Relay:
-    """Owner of the requests on their way through one model.
-
-    Each has a thread, and is known here until its connection is closed. A periodic task stops those
-    whose streams have ended before them.
-    """
-
-    def __init__(self, model_name: str, *, is_decoupled: bool, tells_end_at_once: bool) -> None:
-        """See `RelayModel` for ``tells_end_at_once``."""
-        self._model_name = model_name
-        self._is_decoupled = is_decoupled
-        self._tells_end_at_once = tells_end_at_once
-        self._live: set[PendingCall] = set()
-        allow_many_connections()
-        self._pool = ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="Relay")
-        self._periodic_tasks = PeriodicTasks(
-            [PeriodicTask(self._stop_needless, _CANCEL_CHECK_SECONDS)],
-            is_busy=lambda: bool(self._live),
-        )
-
-    def start(
-        self,
-        inputs: Mapping[str, Array],
-        requested: Sequence[str],
-        stream: ResponseSender,
-        convert: Convert = iter,
-    ) -> None:
-        """Ask for the outputs ``requested``; ``stream`` gets the answer.
-
-        `CapacityExceeded` if too many requests are on their way.
-        """
-        if len(self._live) >= _MAX_REQUESTS:
-            raise CapacityExceeded(
-                f"{_MAX_REQUESTS} requests are on their way through this model, which is the "
-                "limit; try again later"
-            )
-        packed = pack(RelayedRequest(dict(inputs), requested))  # Triton may take the inputs back
+    def responses(self) -> Iterator[Tensors]:
+        """All tensors of the answer; `last` says how it ended when there are no more."""
         try:
-            errand = PendingCall(stream, packed)
-        except OSError as error:
-            raise CapacityExceeded(
-                f"no connection to '{self._model_name}' can be opened: {error.strerror}"
-            ) from None
-        self._live.add(errand)
-        self._periodic_tasks.wake()
-        self._pool.submit(self._run, errand, convert)
-
-    def close(self) -> None:
-        """Let what runs end, then stop the threads."""
-        self._pool.shutdown()
-        self._periodic_tasks.close()
-
-    def _run(self, errand: PendingCall, convert: Convert) -> None:
-        """Pass the parts on; whatever happens, the stream ends exactly once, the connection last:
-        until then ``tensorrt_llm`` must not leave."""
-        stream = errand.stream
-        errors: list[RelayedError] = []
-        whole: Tensors = {}
-        try:
-            for tensors in convert(_told(self._parts_of(errand), errors)):
-                if self._is_decoupled:
-                    is_final = self._tells_end_at_once and errand.is_at_end
-                    stream.send(tensors, is_final=is_final)
-                else:
-                    whole = tensors
-        except BaseException:  # also a panic of a library
-            _logger.exception("a request could not be relayed")
-            errors.insert(0, RelayedError(_NOT_RELAYED, "INTERNAL"))
-        try:
-            if errors:
-                stream.send_error(errors[0].message, errors[0].code)
-            elif self._is_decoupled:
-                stream.end()
-            else:
-                stream.send(whole, is_final=True)
-        except BaseException:
-            _logger.exception("the end of a relayed request could not be sent")
-        stream.abandon(_NOT_RELAYED)  # does nothing if it has ended
-        errand.close()
-        self._live.discard(errand)
-
-    def _parts_of(self, errand: PendingCall) -> Iterator[Part]:
-        """All parts of the answer; an error if it has no end, unless the client has left."""
-        try:
-            connect(errand.connection, self._model_name)
-            if errand.is_stopped:
+            connect(self._connection, self._model_name)
+            if self._is_stopped:
+                self.last = RelayedResponse(is_final=True)
                 return
-            errand.connection.sendall(errand.message)
-            errand.message = b""  # which may be a prompt of many MB
-            for message in read_messages(errand.connection):
-                if isinstance(message, RelayedEnd):
-                    errand.is_over = True
+            self._connection.sendall(self._message)
+            self._message = b""  # which may be a prompt of many MB
+            for response in read_messages(self._connection):
+                assert isinstance(response, RelayedResponse), "the other side answers"
+                if response.is_final:
+                    self.last = response
+                if response.tensors is not None:
+                    yield response.tensors
+                if response.is_final:
                     return
-                assert not isinstance(message, RelayedRequest), "the other side answers"
-                errand.is_at_end = isinstance(message, LastTensors)
-                yield message
         except CapacityExceeded as error:
-            yield RelayedError(str(error), "UNAVAILABLE")
+            self.last = RelayedResponse(None, str(error), "UNAVAILABLE")
             return
         except ConnectionError:
             pass  # as if it had ended amid the answer
-        if not errand.is_stopped:
-            text = f"the process of the model '{self._model_name}' has ended"
-            yield RelayedError(text, "INTERNAL")
+        text = f"the process of the model '{self._model_name}' has ended"
+        self.last = RelayedResponse(None, "" if self._is_stopped else text, "INTERNAL")
 
-    def _stop_needless(self) -> None:
-        """Stop the requests of clients that have gone, or have their end before it came."""
-        for errand in list(self._live):
-            if errand.is_over:  # its client is being told
-                continue
-            if errand.stream.is_closed or errand.stream.is_cancelled():
-                errand.stop()
+    def stop_if_needless(self) -> None:
+        """Stop the request of a client that has gone, or has its end before it came."""
+        if self.last is None and (self.stream.is_closed or self.stream.is_cancelled()):
+            with self._lock:
+                self._is_stopped = True
+                self._shut()
+
+    def close(self) -> None:
+        """Stop the request if it still runs, and give the connection back."""
+        with self._lock:
+            self._shut()
+            self._is_closed = True
+            self._connection.close()
+
+    def _shut(self) -> None:
+        """``tensorrt_llm`` stops the request; the thread that reads its answer is at its end."""
+        with suppress(OSError):  # while it is not connected, which it may never be
+            if not self._is_closed:
+                self._connection.shutdown(socket.SHUT_RDWR)
 
 
 class RelayModel(ABC):
     """A Triton model that puts its requests to ``tensorrt_llm``; each kind says in which words.
+
+    Each request on its way has a thread, and is known here until its connection is closed. A
+    periodic task stops those whose clients have left.
 
     ``tells_end_at_once``: in a stream the last response says that it is the last, and holds
     something; else an empty one follows, which clients get only if they ask for it.
@@ -207,11 +118,16 @@ class RelayModel(ABC):
 
         exit_with_parent(args["model_name"])
         policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
-        is_decoupled = policy.get("decoupled", False)
-        self._factory = ResponseFactory(pb_utils, is_decoupled)
-        self._coded = ErrorCodeFactory(pb_utils, is_decoupled)
-        self._relay = Relay(
-            model_name, is_decoupled=is_decoupled, tells_end_at_once=self.tells_end_at_once
+        self._is_decoupled = policy.get("decoupled", False)
+        self._factory = ResponseFactory(pb_utils, self._is_decoupled)
+        self._coded = ResponseFactory(pb_utils, self._is_decoupled, tells_codes=True)
+        self._model_name = model_name
+        self._live: set[RelayedCall] = set()
+        allow_many_connections()
+        self._pool = ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="Relay")
+        self._periodic_tasks = PeriodicTasks(
+            [PeriodicTask(self._stop_needless, _CANCEL_CHECK_SECONDS)],
+            is_busy=lambda: bool(self._live),
         )
 
     @abstractmethod
@@ -228,7 +144,9 @@ class RelayModel(ABC):
             stream = ResponseSender(request.get_response_sender(), factory)
             try:
                 inputs, outputs, convert = self.translate(request, head)
-                self._relay.start(inputs, outputs, stream, convert)
+                # Packed now: Triton may take the inputs back.
+                message = pack(RelayedRequest(dict(inputs), list(outputs)))
+                self._start(message, stream, convert)
             except CapacityExceeded as error:
                 stream.fail(str(error), "UNAVAILABLE")
             except ServingError as error:
@@ -239,13 +157,52 @@ class RelayModel(ABC):
 
     def finalize(self) -> None:
         """Let what runs end, then stop the threads."""
-        self._relay.close()
+        self._pool.shutdown()
+        self._periodic_tasks.close()
 
+    def _start(self, message: bytes, stream: ResponseSender, convert: Convert) -> None:
+        if len(self._live) >= _MAX_REQUESTS:
+            raise CapacityExceeded(
+                f"{_MAX_REQUESTS} requests are on their way through this model, which is the "
+                "limit; try again later"
+            )
+        try:
+            call = RelayedCall(self._model_name, stream, message)
+        except OSError as error:
+            raise CapacityExceeded(
+                f"no connection to '{self._model_name}' can be opened: {error.strerror}"
+            ) from None
+        self._live.add(call)
+        self._periodic_tasks.wake()
+        self._pool.submit(self._run, call, convert)
 
-def _told(parts: Iterable[Part], errors: list[RelayedError]) -> Iterator[Tensors]:
-    """The parts without errors, which go to ``errors``."""
-    for part in parts:
-        if isinstance(part, RelayedError):
-            errors.append(part)
+    def _run(self, call: RelayedCall, convert: Convert) -> None:
+        """Pass the answer on; whatever happens, the stream ends exactly once, the connection last:
+        until then ``tensorrt_llm`` must not leave."""
+        try:
+            self._pass_on(call, convert)
+        except BaseException:  # also a panic of a library
+            _logger.exception("a request could not be relayed")
+            call.stream.abandon(_NOT_RELAYED)
+        call.close()
+        self._live.discard(call)
+
+    def _pass_on(self, call: RelayedCall, convert: Convert) -> None:
+        stream = call.stream
+        whole: Tensors = {}
+        for tensors in convert(call.responses()):
+            if self._is_decoupled:
+                is_at_end = call.last is not None and not call.last.error
+                stream.send(tensors, is_final=self.tells_end_at_once and is_at_end)
+            else:
+                whole = tensors
+        if call.last is not None and call.last.error:
+            stream.send_error(call.last.error, call.last.code)
+        elif self._is_decoupled:
+            stream.end()
         else:
-            yield part
+            stream.send(whole, is_final=True)
+
+    def _stop_needless(self) -> None:
+        for call in list(self._live):
+            call.stop_if_needless()

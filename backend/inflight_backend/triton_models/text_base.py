@@ -7,70 +7,33 @@ texts: requests are bounded by both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest, ServingError
 from inflight_backend.log import get_logger
 from inflight_backend.manager.parameters import check_keys, read_raw, set_or_empty
-from inflight_backend.requests.sampling import MAX_WORDS
+from inflight_backend.process_guard import exit_with_parent
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.inputs import MAX_TEXT_SIZE, read_head, read_inputs
-from inflight_backend.triton_io.sender import ErrorCodeFactory, ResponseFactory
-
-MAX_CHARACTERS = 2**22
-"""Characters of all prompts, some million tokens; it takes seconds to encode them."""
-
-MAX_TOKENS = 2**22
-"""Tokens to decode."""
-
-
-def check_prompts(name: str, texts: Sequence[str]) -> None:
-    """`InvalidRequest` for more characters than are encoded at once."""
-    num_characters = sum(map(len, texts))
-    if num_characters > MAX_CHARACTERS:
-        raise InvalidRequest(
-            f"'{name}' holds {num_characters} characters, more than {MAX_CHARACTERS}"
-        )
-
-
-def check_words(name: str, rows: Sequence[Sequence[str]]) -> None:
-    """`InvalidRequest` for a row with more words than `tensorrt_llm` takes."""
-    for row in rows:
-        num_characters = sum(map(len, row))
-        if len(row) > MAX_WORDS:
-            raise InvalidRequest(f"'{name}' holds {len(row)} texts in a row, more than {MAX_WORDS}")
-        if num_characters > MAX_TEXT_SIZE:
-            raise InvalidRequest(
-                f"'{name}' holds {num_characters} characters in a row, more than {MAX_TEXT_SIZE}"
-            )
-
-
-def check_answers(name: str, num_tokens: int) -> None:
-    """`InvalidRequest` for more tokens than are decoded at once."""
-    if num_tokens > MAX_TOKENS:
-        raise InvalidRequest(f"'{name}' asks for {num_tokens} tokens, more than {MAX_TOKENS}")
-
+from inflight_backend.triton_io.inputs import decode_text, read_head, read_inputs
+from inflight_backend.triton_io.sender import ResponseFactory
 
 _logger = get_logger(__name__)
 
-Array = npt.NDArray[Any]
 
 CODEC_PARAMETERS = ("tokenizer_dir", "gpt_model_path")
 """The parameters that say which tokenizer it is."""
 
 _TRUE, _FALSE = ("true", "1"), ("false", "0")
 
-
-class Convert(Protocol):
-    """Turns the tensors of one request into those of its response."""
-
-    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """``InvalidRequest`` names what is wrong with ``inputs``."""
+Convert = Callable[[Mapping[str, Array]], dict[str, Array]]
+"""From the tensors of one request to those of its response; ``InvalidRequest`` names what is wrong
+with them."""
 
 
 def parameters_of(args: Mapping[str, str], *known: str) -> dict[str, str]:
@@ -104,20 +67,42 @@ def texts(inputs: Mapping[str, Array], name: str, num_rows: int) -> list[list[st
     """The strings of every row; empty rows if the tensor was not sent."""
     if name not in inputs:
         return [[] for _ in range(num_rows)]
-    try:
-        return [[each.decode() for each in row.reshape(-1)] for row in inputs[name]]
-    except UnicodeDecodeError:
-        raise InvalidRequest(f"'{name}' is not valid UTF-8") from None
+    return [[decode_text(name, each) for each in row.reshape(-1)] for row in inputs[name]]
 
 
-def respond(pb_utils: Any, requests: Sequence[Any], convert: Convert) -> list[Any]:
-    """One response per request; a bad one gets an error and does not affect the others."""
-    return [_respond(pb_utils, request, convert) for request in requests]
+class TextModel(ABC):
+    """A Triton model that converts the tensors of a request with the tokenizer.
+
+    ``switch``: its parameter that is true or false.
+    """
+
+    switch: ClassVar[str]
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the tokenizer; a failure fails the load with one line."""
+        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+
+        exit_with_parent(args["model_name"])
+        self._pb_utils = pb_utils
+        parameters = parameters_of(args, *CODEC_PARAMETERS, self.switch)
+        is_on = read_switch(parameters, self.switch, True)
+        self._convert = self.make_converter(args, parameters, load_codec(parameters), is_on)
+
+    @abstractmethod
+    def make_converter(
+        self, args: Mapping[str, str], parameters: Mapping[str, str], codec: TextCodec, is_on: bool
+    ) -> Convert:
+        """What converts; ``is_on``: the value of `switch`."""
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """One response per request; a bad one gets an error and does not affect the others."""
+        return [respond(self._pb_utils, request, self._convert) for request in requests]
 
 
-def _respond(pb_utils: Any, request: Any, convert: Convert) -> Any:
+def respond(pb_utils: Any, request: Any, convert: Convert) -> Any:
+    """The response to one request."""
     head = read_head(request)
-    factory = ErrorCodeFactory(pb_utils) if head.asks_for_codes else ResponseFactory(pb_utils)
+    factory = ResponseFactory(pb_utils, tells_codes=head.asks_for_codes)
     try:
         head.refuse_settings()
         inputs = read_inputs(request)

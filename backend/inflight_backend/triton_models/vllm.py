@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest, UnsupportedRequest
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.relay_wire import Tensors
 from inflight_backend.triton_io.aliases import (
@@ -32,8 +32,6 @@ from inflight_backend.triton_io.inputs import RequestHead, read_flag, read_input
 from inflight_backend.triton_models.relay_client import Convert, RelayModel
 from inflight_backend.triton_models.text_base import CODEC_PARAMETERS, parameters_of
 from inflight_protocol import LLM_MODEL_NAME
-
-Array = npt.NDArray[Any]
 
 _OWN = ("output_ids", "output_log_probs", "output_log_prob_ranks")
 _TOP = ("top_log_prob_ids", "top_log_probs")
@@ -104,7 +102,7 @@ _EXTRAS = {
 }
 """Outputs beside the text -> that of ``tensorrt_llm``, and the input that asks for it."""
 _LOG_PROBS = "logprobs"
-_NO_LOG_PROBS = b"null"  # who asks for the output and not with the setting
+_NO_LOG_PROBS = b"null"  # for a client that asks for the output, but not with the setting
 _RUNNING = b"None"
 _REASONS = {
     b"not_finished": _RUNNING,

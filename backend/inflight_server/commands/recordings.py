@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,8 @@ from inflight_recorder.settings import RecordingError
 
 if TYPE_CHECKING:
     from inflight_recorder.simulator import MakeScheduler
-    from inflight_recorder.timeline import Timeline
 
 app = typer.Typer()
-
-_SUFFIXES = (".svg", ".html", ".json")
 
 RecordingArgument = Annotated[
     Path,
@@ -109,34 +106,15 @@ def timeline(
     ],
 ) -> None:
     """Draw what happened to every request. Waiting, context, generation, paused, resumed."""
-    with reported_errors():
-        suffix = check_output(recording, output, _SUFFIXES)
-        drawn = _read(recording, is_svg=suffix == ".svg")
-        with output.open("w", encoding="utf-8") as file:
-            file.writelines(_writer(suffix)(drawn))
-    typer.echo(f"{output}: {len(drawn.lanes)} requests, {drawn.num_iterations} iterations")
-
-
-def _read(recording: Path, *, is_svg: bool) -> Timeline:
-    from inflight_recorder.exporters import MAX_ROWS
+    from inflight_recorder.exporters import MAX_ROWS, write_page, write_svg, write_trace
     from inflight_recorder.storage import open_recording
     from inflight_recorder.timeline import build_timeline
 
-    # Reasons cost as much as all the rest, and a picture without rows shows none. To
-    # know whether it has rows the recording is read twice, which a pipe does not allow.
-    is_large = is_svg and recording.is_file() and _num_requests(recording) > MAX_ROWS
-    with open_recording(recording) as reader:
-        return build_timeline(reader, with_reasons=not is_large)
-
-
-def _num_requests(recording: Path) -> int:
-    from inflight_recorder.storage import open_recording
-
-    with open_recording(recording) as reader:
-        return len(reader.header.active) + sum(len(iteration.arrivals) for iteration in reader)
-
-
-def _writer(suffix: str) -> Callable[[Timeline], Iterable[str]]:
-    from inflight_recorder.exporters import write_page, write_svg, write_trace
-
-    return {".svg": write_svg, ".html": write_page, ".json": write_trace}[suffix]
+    writers = {".svg": write_svg, ".html": write_page, ".json": write_trace}
+    with reported_errors():
+        write = writers[check_output(recording, output, tuple(writers))]
+        with open_recording(recording) as reader:  # a picture without rows shows no reasons
+            drawn = build_timeline(reader, MAX_ROWS if write is write_svg else None)
+        with output.open("w", encoding="utf-8") as file:
+            file.writelines(write(drawn))
+    typer.echo(f"{output}: {len(drawn.lanes)} requests, {drawn.num_iterations} iterations")

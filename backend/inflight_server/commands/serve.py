@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from inflight_backend.errors import ConfigurationError, ServingError
+from inflight_server.commands.recordings import reported_errors
 from inflight_server.serve.console import say
 from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS, install
 from inflight_server.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
@@ -68,7 +69,7 @@ def model_repository(
 ) -> None:
     """Write a model repository for a tritonserver of your own."""
     folder = model.absolute() if model is not None else DEMO_MODEL
-    try:
+    with reported_errors():
         models = chosen_models(add or ())
         values = {
             **parse_overrides(set_ or (), folder, models),
@@ -76,9 +77,6 @@ def model_repository(
             "decoupled_mode": str(decoupled).lower(),
         }
         install(out_dir, values, models, may_replace=force)
-    except (ServingError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
     if not folder.is_dir():
         typer.echo(f"note: {folder} is not on this machine; the server must find it", err=True)
     typer.echo(

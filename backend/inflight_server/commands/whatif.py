@@ -20,27 +20,24 @@ from inflight_server.commands.recordings import (
     reported_errors,
     scheduler_maker,
 )
-from inflight_server.commands.whatif_report import MEASURED, TOLERANCE, Answer, Prediction
+from inflight_server.commands.whatif_report import TOLERANCE, Answer, Prediction
 
 if TYPE_CHECKING:
     from inflight_recorder.cost_model import CostModel
     from inflight_recorder.settings import Settings
     from inflight_recorder.simulator import MakeScheduler
-    from inflight_recorder.workload import Job, RecordedWorkload
+    from inflight_recorder.workload import Workload
 
 DEFAULT_PROMPT, DEFAULT_OUTPUT = "64-512", "16-256"
-DEFAULT_NUM_MADE_UP = 500
-_ABOUT_A_TRACE = "is about a trace: name its file with --trace"
-_ABOUT_MADE_UP = "is about requests that are made up: give their --rate, and no --trace"
-_ABOUT_ITS_TIMES = "is about the times of the trace, --rate makes others"
-_ABOUT_RANDOM_ONES = "is about requests that come at random: give their --rate"
-_ABOUT_OTHERS = "is about others than the recorded ones: give a --rate or a --trace"
+DEFAULT_NUM_RANDOM = 500
+_OF_A_TRACE = "is about a trace: name its file with --trace"
+_OF_RANDOM_REQUESTS = "is about random requests: give their --rate, and no --trace"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 app = typer.Typer()
 
 MAX_VARIANTS = 64
-MAX_SURE_JOBS = 5000
+MAX_JOBS_WITH_RANGE = 5000
 """For more requests the range of the first tokens, two more predictions each, is left out."""
 
 
@@ -50,97 +47,6 @@ class Variant:
 
     name: str
     settings: Settings
-
-
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """What is predicted. ``num_recorded_steps``: of the recording, where its requests run.
-
-    ``hash_tokens``: those that each of the hashes of the jobs stands for.
-    """
-
-    jobs: Sequence[Job]
-    hash_tokens: int = 1
-    num_recorded_steps: int | None = None
-    num_found: int = 0
-    num_unended: int = 0
-    num_left_out: int = 0
-
-    @property
-    def are_recorded(self) -> bool:
-        """True where the recording has measured them."""
-        return self.num_recorded_steps is not None
-
-
-@dataclass(frozen=True, slots=True)
-class OtherRequests:
-    """The options that ask for others than the recorded ones, as the command line has them."""
-
-    trace: Path | None
-    columns: str | None
-    unit: str | None
-    block: int | None
-    speed: float | None
-    rate: float | None
-    prompt: str | None
-    output: str | None
-    num_requests: int | None
-    seed: int | None
-
-    def read(self, recorded: RecordedWorkload, tokens_per_block: int) -> Requests:
-        """The requests to run; those ``recorded``, if no others are asked for."""
-        from inflight_recorder.workload import make_workload
-
-        self._check()
-        if self.trace is not None:
-            return self._read_trace(self.trace, tokens_per_block)
-        if self.rate is not None:
-            lengths = (
-                _parse_range("--prompt", self.prompt, DEFAULT_PROMPT),
-                _parse_range("--output", self.output, DEFAULT_OUTPUT),
-            )
-            count = self.num_requests or DEFAULT_NUM_MADE_UP
-            return Requests(make_workload(self.rate, *lengths, count, self.seed or 0))
-        return Requests(
-            recorded.jobs,
-            recorded.tokens_per_block,
-            recorded.num_steps,
-            num_found=recorded.num_found,
-            num_unended=recorded.num_unended,
-        )
-
-    def _check(self) -> None:
-        """`ConfigurationError` for an option that would count for nothing."""
-        has_trace, has_rate = self.trace is not None, self.rate is not None
-        for option, value, counts, why in (
-            ("--trace-columns", self.columns, has_trace, _ABOUT_A_TRACE),
-            ("--trace-unit", self.unit, has_trace, _ABOUT_A_TRACE),
-            ("--trace-block", self.block, has_trace, _ABOUT_A_TRACE),
-            ("--speed", self.speed, has_trace, _ABOUT_A_TRACE),
-            ("--speed", self.speed, not has_rate, _ABOUT_ITS_TIMES),
-            ("--prompt", self.prompt, has_rate and not has_trace, _ABOUT_MADE_UP),
-            ("--output", self.output, has_rate and not has_trace, _ABOUT_MADE_UP),
-            ("--seed", self.seed, has_rate, _ABOUT_RANDOM_ONES),
-            ("--num-requests", self.num_requests, has_trace or has_rate, _ABOUT_OTHERS),
-        ):
-            if value is not None and not counts:
-                raise ConfigurationError(f"{option} {why}")
-
-    def _read_trace(self, path: Path, tokens_per_block: int) -> Requests:
-        from inflight_recorder.request_traces import TraceOptions, read_trace
-
-        options = TraceOptions(
-            columns=_parse_columns(self.columns),
-            unit=_parse_unit(self.unit),
-            hash_tokens=self.block,
-            num_requests=self.num_requests,
-            rate=self.rate,
-            speed=self.speed or 1.0,
-            seed=self.seed or 0,
-            tokens_per_block=tokens_per_block,
-        )
-        traced = read_trace(path, options)
-        return Requests(traced.jobs, tokens_per_block, num_left_out=traced.num_left_out)
 
 
 @app.command()
@@ -175,7 +81,7 @@ def whatif(
         typer.Option(
             min=1,
             max=1_000_000,
-            help=f"Of these ({DEFAULT_NUM_MADE_UP} by default), or the first ones of the trace.",
+            help=f"Of these ({DEFAULT_NUM_RANDOM} by default), or the first ones of the trace.",
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Others at random; 0 by default.")] = None,
@@ -218,52 +124,75 @@ def whatif(
     """Predict throughput and latency under other settings. Of the recorded requests, or others."""
     from inflight_recorder.cost_model import fit_cost_model
     from inflight_recorder.storage import open_recording
-    from inflight_recorder.workload import read_workload
+    from inflight_recorder.workload import Workload, make_workload, read_workload
 
-    others = OtherRequests(
-        trace=trace,
-        columns=trace_columns,
-        unit=trace_unit,
-        block=trace_block,
-        speed=speed,
-        rate=rate,
-        prompt=prompt,
-        output=output,
-        num_requests=num_requests,
-        seed=seed,
-    )
+    has_trace, has_rate = trace is not None, rate is not None
+    is_random = has_rate and not has_trace
     with reported_errors():
+        _check_use(
+            ("--trace-columns", trace_columns, has_trace, _OF_A_TRACE),
+            ("--trace-unit", trace_unit, has_trace, _OF_A_TRACE),
+            ("--trace-block", trace_block, has_trace, _OF_A_TRACE),
+            ("--speed", speed, has_trace, _OF_A_TRACE),
+            (
+                "--speed",
+                speed,
+                not has_rate,
+                "is about the times of the trace, --rate makes others",
+            ),
+            ("--prompt", prompt, is_random, _OF_RANDOM_REQUESTS),
+            ("--output", output, is_random, _OF_RANDOM_REQUESTS),
+            ("--seed", seed, has_rate, "is about random arrivals: give their --rate"),
+            (
+                "--num-requests",
+                num_requests,
+                has_trace or has_rate,
+                "is about others than the recorded requests: give a --rate or a --trace",
+            ),
+        )
         with open_recording(recording) as reader:
             settings = reader.settings
-            workload = read_workload(reader)
-        cost = fit_cost_model(workload.samples)
-        requests = others.read(workload, settings.tokens_per_block)
-        own = scheduler_class if settings.scheduler_class is None else None
+            recorded = requests = read_workload(reader)
+        cost = fit_cost_model(recorded.samples)
+        if trace is not None:
+            from inflight_recorder.request_traces import TraceOptions, read_trace
+
+            options = TraceOptions(
+                columns=_parse_columns(trace_columns),
+                unit=_parse_unit(trace_unit),
+                hash_tokens=trace_block,
+                num_requests=num_requests,
+                rate=rate,
+                speed=speed or 1.0,
+                seed=seed or 0,
+                tokens_per_block=settings.tokens_per_block,
+            )
+            requests = read_trace(trace, options)
+        elif rate is not None:
+            prompts = _parse_range("--prompt", prompt, DEFAULT_PROMPT)
+            outputs = _parse_range("--output", output, DEFAULT_OUTPUT)
+            count = num_requests or DEFAULT_NUM_RANDOM
+            requests = Workload(make_workload(rate, prompts, outputs, count, seed or 0))
         sizes = {
             "num_blocks": kv_blocks,
             "max_num_tokens": max_num_tokens,
             "max_batch_size": max_batch_size,
         }
+        own = scheduler_class if settings.scheduler_class is None else None
         variants = list(_variants(settings, policy, sizes, own))
         if save is not None:
             for variant in variants:
                 keep_recording(recording, save / _file_name(variant))
-        make = scheduler_maker(scheduler_class)
-        measured = workload.latencies.summary()
-        rows = _run(variants, requests, cost, make, save)
-        if requests.are_recorded:
-            rows.insert(0, Prediction(MEASURED, measured))
-        answer = Answer(
-            rows,
-            cost,
-            len(requests.jobs),
-            len(workload.samples),
-            measured.max_batch,
-            num_found=requests.num_found,
-            num_unended=requests.num_unended,
-            num_left_out=requests.num_left_out,
-        )
+        rows = _run(variants, requests, cost, scheduler_maker(scheduler_class), save)
+        answer = Answer(rows, cost, recorded, requests)
         typer.echo(answer.to_json() if as_json else answer.to_text())
+
+
+def _check_use(*options: tuple[str, object, bool, str]) -> None:
+    """`ConfigurationError` for an option without effect: its name, value, effect and meaning."""
+    for option, value, has_effect, meaning in options:
+        if value is not None and not has_effect:
+            raise ConfigurationError(f"{option} {meaning}")
 
 
 def _variants(
@@ -316,7 +245,7 @@ def _name(changes: Mapping[str, Any]) -> str:
 
 def _run(
     variants: Sequence[Variant],
-    requests: Requests,
+    requests: Workload,
     cost: CostModel,
     make: MakeScheduler,
     folder: Path | None,
@@ -333,9 +262,8 @@ def _run(
             predict,
             variant.settings,
             requests.jobs,
-            hash_tokens=requests.hash_tokens,
             make_scheduler=maker,
-            num_recorded_steps=requests.num_recorded_steps,
+            num_recorded_steps=requests.num_steps,
         )
         if folder is None:
             summary = run(cost)
@@ -344,9 +272,9 @@ def _run(
             with closing(RecordingFile(folder / _file_name(variant))) as sink:
                 summary = run(cost, sink=sink)
         span: tuple[float, float] | None = None
-        if len(requests.jobs) <= MAX_SURE_JOBS:
+        if len(requests.jobs) <= MAX_JOBS_WITH_RANGE:
             others = (run(cost.scaled(1 + part)).ttft_p50 for part in (-TOLERANCE, TOLERANCE))
-            middles = sorted((summary.ttft_p50, *others))  # what is drawn may turn two about
+            middles = sorted((summary.ttft_p50, *others))  # the drawn noise may swap two
             span = middles[0], middles[-1]
         predictions.append(Prediction(variant.name, summary, span))
     return predictions

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inflight_recorder.cost_model import CostModel
-    from inflight_recorder.workload import Summary
+    from inflight_recorder.workload import Summary, Workload
 
 TOLERANCE = 0.1
 """How much faster or slower each iteration is taken to be for the range of the first tokens."""
 
-MEASURED = "measured"
 _COLUMNS = (
     ("tokens/s", "tokens_per_second", "{:,.0f}"),
     ("TTFT p50", "ttft_p50", "{:,.1f} ms"),
@@ -41,37 +40,39 @@ class Prediction:
     ttft_range: tuple[float, float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """Everything that was found out. ``recorded_batch`` is the largest one of the recording.
+    """The predictions for ``requests``, under settings and with prices from a recording."""
 
-    Of the recorded requests ``num_found`` are in no prediction, and the end of ``num_unended`` is
-    not known. ``num_left_out`` of a trace have no tokens to run.
-    """
-
-    predictions: Sequence[Prediction]
-    cost: CostModel
-    num_jobs: int
-    num_samples: int
-    recorded_batch: int
-    num_found: int
-    num_unended: int
-    num_left_out: int = 0
+    def __init__(
+        self,
+        predictions: Sequence[Prediction],
+        cost: CostModel,
+        recorded: Workload,
+        requests: Workload,
+    ) -> None:
+        """Where ``requests`` are the recorded ones, what was measured of them is the first row."""
+        self._cost = cost
+        self._requests = requests
+        self._num_samples = len(recorded.samples)
+        measured = recorded.latencies.summary()
+        self._recorded_batch = measured.max_batch
+        first = [Prediction("measured", measured)] if requests is recorded else []
+        self._rows = [*first, *predictions]
 
     def to_json(self) -> str:
         """For programs; times in milliseconds."""
         rows: list[dict[str, Any]] = [
             {"setting": row.name, **asdict(row.summary), "ttft_p50_range": row.ttft_range}
-            for row in self.predictions
+            for row in self._rows
         ]
-        cost = asdict(self.cost) | {"mean_noise": self.cost.mean_noise}
+        cost = self._cost._asdict() | {"mean_noise": self._cost.mean_noise}
         del cost["noise"]  # thousands of numbers
         content = {
             "cost_model": cost,
-            "recorded_batch": self.recorded_batch,
-            "num_in_flight_at_start": self.num_found,
-            "num_unended": self.num_unended,
-            "num_left_out": self.num_left_out,
+            "recorded_batch": self._recorded_batch,
+            "num_in_flight_at_start": self._requests.num_found,
+            "num_unended": self._requests.num_unended,
+            "num_left_out": self._requests.num_left_out,
         }
         return json.dumps({**content, "rows": rows}, indent=1)
 
@@ -79,7 +80,7 @@ class Answer:
         """For people: columns of text, the notes underneath."""
         titles = ["setting", *(title for title, _, _ in _COLUMNS)]
         titles.insert(_RANGE_COLUMN, f"±{100 * TOLERANCE:.0f} %")
-        lines = [titles, *map(self._texts, self.predictions)]
+        lines = [titles, *map(self._texts, self._rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         shown = [
             "  ".join(
@@ -98,44 +99,48 @@ class Answer:
         return [row.name, *texts[: _RANGE_COLUMN - 1], span, *texts[_RANGE_COLUMN - 1 :]]
 
     def _is_beyond(self, row: Prediction) -> bool:
-        return row.summary.max_batch > self.recorded_batch
+        return row.summary.max_batch > self._recorded_batch
 
     def _notes(self) -> list[str]:
         from inflight_recorder.timeline import count
 
-        notes = [
-            f"{self.num_jobs:,} requests; an iteration is predicted within "
-            f"{100 * self.cost.relative_error:.0f} % on average, learnt from "
-            f"{self.num_samples:,} of the recording.",
-        ]
-        if self.num_found:
-            notes.append(
-                f"{count(self.num_found, 'request')} more, in flight when the recording began: "
-                "measured from there, and not predicted."
-            )
-        if self.num_unended:
-            notes.append(
-                f"{count(self.num_unended, 'request')} had not ended when the recording did: "
-                "predicted to use all their tokens."
-            )
-        if self.num_left_out:
-            notes.append(
-                f"{count(self.num_left_out, 'request')} more of the trace, without a prompt or "
-                "without an answer: left out."
-            )
-        if any(row.ttft_range is not None for row in self.predictions):
-            notes.append(
-                f"±{100 * TOLERANCE:.0f} %: the median time to the first token if every iteration "
-                f"took {100 * TOLERANCE:.0f} % less, or more."
-            )
-        if any(row.summary.num_unanswered for row in self.predictions):
-            notes.append(
+        requests, percent = self._requests, f"{100 * TOLERANCE:.0f} %"
+        notes: list[tuple[object, str]] = [
+            (
+                True,
+                f"{len(requests.jobs):,} requests; an iteration is predicted within "
+                f"{100 * self._cost.relative_error:.0f} % on average, learnt from "
+                f"{self._num_samples:,} of the recording.",
+            ),
+            (
+                requests.num_found,
+                f"{count(requests.num_found, 'request')} more, in flight when the recording began: "
+                "measured from there, and not predicted.",
+            ),
+            (
+                requests.num_unended,
+                f"{count(requests.num_unended, 'request')} had not ended when the recording did: "
+                "predicted to use all their tokens.",
+            ),
+            (
+                requests.num_left_out,
+                f"{count(requests.num_left_out, 'request')} more of the trace, without a prompt or "
+                "without an answer: left out.",
+            ),
+            (
+                any(row.ttft_range is not None for row in self._rows),
+                f"±{percent}: the median time to the first token if every iteration "
+                f"took {percent} less, or more.",
+            ),
+            (
+                any(row.summary.num_unanswered for row in self._rows),
                 "unanswered: ended without a token. A request recorded so (expired, stopped, "
-                "failed) ends so again as long after its arrival, unless it has a token by then."
-            )
-        if any(self._is_beyond(row) for row in self.predictions):
-            notes.append(
-                f"* batches larger than any recorded ({self.recorded_batch}): what their "
-                "iterations take is extrapolated."
-            )
-        return notes
+                "failed) ends so again as long after its arrival, unless it has a token by then.",
+            ),
+            (
+                any(map(self._is_beyond, self._rows)),
+                f"* batches larger than any recorded ({self._recorded_batch}): what their "
+                "iterations take is extrapolated.",
+            ),
+        ]
+        return [text for is_shown, text in notes if is_shown]

@@ -1,4 +1,5 @@
 """``inflight serve``: find a tritonserver, give it our model repository, watch it, stop it cleanly.
 
-`command` is the command line, `launcher` the story from start to stop, the rest its tools.
+`launcher` runs one server from start to stop with the help of the other modules; the command line
+is `inflight_server.commands.serve`.
 """

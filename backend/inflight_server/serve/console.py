@@ -27,12 +27,12 @@ _STDERR = 2
 _CHUNK_BYTES = 2**16  # what a pipe holds
 _PATIENCE_SECONDS = 0.5  # with a reader; one that is only slow has read something by then
 
-_turns = threading.Lock()
+_writers_lock = threading.Lock()
 _writers: dict[int, threading.Thread] = {}  # the last of each descriptor
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """A line on stdout, or stderr; what cannot be written is lost, or comes later."""
+    """A line on stdout, or stderr; it is lost, or comes later, where it cannot be written."""
     stream = sys.stderr if err else sys.stdout
     if stream is not None:
         _write(stream, f"{text}\n")
@@ -40,12 +40,12 @@ def say(text: str, *, err: bool = False) -> None:
 
 @contextmanager
 def shown() -> Iterator[int]:
-    """A descriptor for processes that end within the block: what they write comes to our stderr.
+    """A descriptor for processes that end within the block; their output comes to our stderr.
 
     They never wait for its reader, as they would if they wrote there themselves.
     """
     reader, writer = os.pipe()
-    thread = threading.Thread(target=_pass_on, args=(reader,), name="ServerLog", daemon=True)
+    thread = threading.Thread(target=_copy_to_stderr, args=(reader,), name="ServerLog", daemon=True)
     thread.start()
     try:
         yield writer
@@ -74,7 +74,7 @@ class ForgivingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write what can be written."""
+        """Write as much as can be written."""
         _write(self._stream, text)
         return len(text)
 
@@ -83,38 +83,40 @@ class ForgivingStream:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Past the buffer of ``stream``: Python tries what is left there once more when everything else
-    is over, and ends with exit code 120 if that fails."""
+    """Past the buffer of ``stream``: Python writes the rest of a buffer when it ends, and has exit
+    code 120 if that fails."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):  # that of a test, which has none
         stream.write(text)
         return
     with suppress(RuntimeError):  # there may be no room for a thread
-        _write_aside(descriptor, text.encode(stream.encoding, errors="replace"))
+        _write_on_thread(descriptor, text.encode(stream.encoding, errors="replace"))
 
 
-def _write_aside(descriptor: int, data: bytes) -> None:
+def _write_on_thread(descriptor: int, data: bytes) -> None:
     """On a thread, since a write may block although the descriptor was writable: a terminal takes
     a part of a line. While that thread is blocked, further messages are dropped."""
-    with _turns:
+    with _writers_lock:
         before = _writers.get(descriptor)
         if before is not None and before.is_alive():
             return
-        writer = threading.Thread(target=_put, args=(descriptor, data), name="Message", daemon=True)
+        writer = threading.Thread(
+            target=_write_all, args=(descriptor, data), name="Message", daemon=True
+        )
         writer.start()
         _writers[descriptor] = writer
         writer.join(_PATIENCE_SECONDS)
 
 
-def _pass_on(reader: int) -> None:
+def _copy_to_stderr(reader: int) -> None:
     while data := os.read(reader, _CHUNK_BYTES):
         with suppress(RuntimeError):
-            _write_aside(_STDERR, data)
+            _write_on_thread(_STDERR, data)
     os.close(reader)
 
 
-def _put(descriptor: int, data: bytes) -> None:
+def _write_all(descriptor: int, data: bytes) -> None:
     with suppress(OSError):
         while data:
             data = data[os.write(descriptor, data) :]
@@ -151,9 +153,9 @@ class LoadingDisplay:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def update(self, status: ModelStatus | None) -> None:
+    def update(self, status: ModelStatus) -> None:
         """Show how far loading is."""
-        if status is not None and status.phase == "loading":
+        if status.phase == "loading":
             self._progress.update(
                 self._task,
                 description=f"loading {self._name}",
@@ -163,7 +165,7 @@ class LoadingDisplay:
 
 
 def ready_block(settings: ServeSettings, status: ModelStatus) -> str:
-    """All a user needs once the server is ready: where it listens, what it runs, what to type."""
+    """All a user needs once the server is ready: addresses, model, commands to type."""
     fields = status.fields
     host = settings.local_host
     http = f"http://{host}:{settings.http_port}"

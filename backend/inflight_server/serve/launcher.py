@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from inflight_backend.manager.parameters import PRIVATE_VARIABLE
@@ -27,7 +28,7 @@ from inflight_server.serve.console import (
 )
 from inflight_server.serve.log_file import keep_small
 from inflight_server.serve.preflight import check_install, check_settings
-from inflight_server.serve.process import ServerProcess, Vitals
+from inflight_server.serve.process import ServerHealth, ServerProcess
 from inflight_server.serve.repository import assemble
 from inflight_server.serve.settings import PATH_KEYS, ServeSettings
 from inflight_server.serve.supervisor import Attempt, RestartPolicy, StopSignals, Supervisor
@@ -78,18 +79,22 @@ def run(settings: ServeSettings) -> None:
 
 @contextmanager
 def _log_in(log_file: Path) -> Iterator[int]:
-    """A descriptor for what the server says."""
+    """A descriptor for the output of the server."""
     with log_file.open("ab") as output:  # for `keep_small`
         yield output.fileno()
 
 
 def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspace) -> list[str]:
     """Fill the workspace and return the command line of the server."""
-    values = {
-        **_run_limit(settings.max_connection_seconds),
-        **{key: value for key, value in settings.parameters.items() if key not in PATH_KEYS},
-        "decoupled_mode": str(settings.is_decoupled).lower(),
-    }
+    values = {key: value for key, value in settings.parameters.items() if key not in PATH_KEYS}
+    values["decoupled_mode"] = str(settings.is_decoupled).lower()
+    ages: list[str] = []
+    if seconds := settings.max_connection_seconds:
+        # What ends a gRPC stream whose client never reads: nothing else in Triton notices. HTTP
+        # connections have no age; their requests may last as long as a gRPC stream may at most.
+        names = ("--grpc-max-connection-age", "--grpc-max-connection-age-grace")
+        ages = [f"{name}={round(1000 * seconds)}" for name in names]
+        values.setdefault("max_run_seconds", str(2 * seconds))
     assemble(workspace.models, values, settings.models)
     backends = prepare_backends(install, workspace.backends)
     return [
@@ -101,7 +106,7 @@ def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspa
         f"--exit-timeout-secs={_EXIT_TIMEOUT_SECONDS}",
         f"--grpc-keepalive-time={_KEEPALIVE_MS}",
         f"--grpc-keepalive-timeout={_KEEPALIVE_TIMEOUT_MS}",
-        *_connection_age(settings.max_connection_seconds),
+        *ages,
         *_closed_interfaces(),
         *(f"{option}={address}" for option, address in settings.addresses.items()),
         *(f"{option}={port}" for option, port in settings.ports.items()),
@@ -119,48 +124,30 @@ def _private_parameters(settings: ServeSettings, workspace: Workspace) -> dict[s
     return {PRIVATE_VARIABLE: json.dumps(paths)}
 
 
-def _connection_age(seconds: float) -> tuple[str, ...]:
-    """What ends a gRPC stream whose client never reads: nothing else in Triton notices."""
-    milliseconds = round(1000 * seconds)
-    names = ("--grpc-max-connection-age", "--grpc-max-connection-age-grace")
-    return tuple(f"{name}={milliseconds}" for name in names if milliseconds)
-
-
-def _run_limit(connection_seconds: float) -> dict[str, str]:
-    """The same for HTTP, whose connections have no age: what a gRPC stream may last at most."""
-    return {"max_run_seconds": str(2 * connection_seconds)} if connection_seconds else {}
-
-
 def _closed_interfaces() -> tuple[str, ...]:
     """They require a random password in a header. Triton's refusal contains only the header's name,
-    so the name gives the reason. Verbose logging, which any client may turn on else,
-    is 100 KB for a stream of 60 tokens. Who may register shared memory can write in what server and
-    model share, once its name is known: since it has our prefix, no Triton refuses that by itself.
+    so the name gives the reason. Verbose logging, which any client may turn on else, is 100 KB for
+    a stream of 60 tokens. A client that may register shared memory can write to that of server and
+    model, once it knows its name: since it has our prefix, no Triton refuses that by itself.
     """
     rules = [f"{name}:{reason}={secrets.token_hex(16)}" for name, reason in _CLOSED.items()]
     options = ("--http-restricted-api", "--grpc-restricted-protocol")
     return tuple(f"{option}={rule}" for option in options for rule in rules)
 
 
+@dataclass
 class Run:
     """A started server: wait until it is ready, watch it, drain and stop it."""
 
-    def __init__(
-        self,
-        settings: ServeSettings,
-        workspace: Workspace,
-        scratch: BackendTmp,
-        server: ServerProcess,
-        signals: StopSignals,
-        attempt: Attempt,
-    ) -> None:
-        self._settings = settings
-        self._workspace = workspace
-        self._scratch = scratch
-        self._server = server
-        self._signals = signals
-        self._attempt = attempt
-        self._vitals = Vitals(settings, workspace, server)
+    settings: ServeSettings
+    workspace: Workspace
+    scratch: BackendTmp
+    server: ServerProcess
+    signals: StopSignals
+    attempt: Attempt
+
+    def __post_init__(self) -> None:
+        self.health = ServerHealth(self.settings, self.workspace, self.server)
 
     def run(self) -> None:
         """Everything from loading to the end; the server is gone when this returns or raises."""
@@ -169,35 +156,33 @@ class Run:
             status = self._wait_until_ready()
             if status is not None:
                 self._announce(status)
-                self._watch(status)
+                self._watch()
             elif not self._may_have_clients():
                 return
             self._drain()
             grace_seconds = _GRACE_SECONDS
         finally:
-            self._server.stop(grace_seconds, lambda: self._signals.is_asked(times=3))
+            self.server.stop(grace_seconds, lambda: self.signals.is_asked(times=3))
 
     def _announce(self, status: ModelStatus) -> None:
-        self._attempt.mark_ready()
-        if self._attempt.failed_at is None:
-            say(ready_block(self._settings, status))
+        self.attempt.mark_ready()
+        if self.attempt.failed_at is None:
+            say(ready_block(self.settings, status))
         else:
-            seconds = time.monotonic() - self._attempt.failed_at
+            seconds = time.monotonic() - self.attempt.failed_at
             say(f"ready again {seconds:.1f} s after the failure", err=True)
 
     def _wait_until_ready(self) -> ModelStatus | None:
         """The status of the ready model; None if asked to stop before."""
-        with LoadingDisplay(self._settings) as display:
-            while not self._signals.is_asked():
-                self._scratch.look()
-                status = read_status(self._workspace.status_file)
+        with LoadingDisplay(self.settings) as display:
+            while not self.signals.is_asked():
+                self.scratch.look()
+                status = self.health.check_loading()
                 if status is not None:
-                    self._scratch.release()  # the backend had made it before it ran the model
-                display.update(status)
-                self._vitals.check_processes(status, is_loading=True)
-                self._vitals.check_loading(status)
-                if status is not None and status.phase == "ready" and self._vitals.is_answering():
-                    return status
+                    self.scratch.release()  # the backend had made it before it ran the model
+                    display.update(status)
+                    if status.phase == "ready" and self.health.is_answering():
+                        return status
                 time.sleep(_POLL_SECONDS)
         return None
 
@@ -206,42 +191,35 @@ class Run:
 
         Triton listens when all its models are loaded.
         """
-        status = read_status(self._workspace.status_file)
+        status = read_status(self.workspace.status_file)
         is_loaded = status is not None and status.phase == "ready"
-        return is_loaded and self._vitals.is_answering("live")
+        return is_loaded and self.health.is_answering("live")
 
-    def _watch(self, status: ModelStatus) -> None:
-        while not self._signals.is_asked():
-            self._vitals.check_processes(status)
-            self._vitals.check_progress()
-            keep_small(self._workspace.log_file)
-            self._signals.wait(_WATCH_SECONDS, self._vitals.processes(status))
+    def _watch(self) -> None:
+        while not self.signals.is_asked():
+            self.health.check_progress()
+            keep_small(self.workspace.log_file)
+            self.signals.wait(_WATCH_SECONDS, self.health.processes())
 
     def _drain(self) -> None:
         """Let running requests finish within the drain time, then end them with an error."""
-        seconds = self._settings.drain_seconds
+        seconds = self.settings.drain_seconds
         say(
             f"stopping: running requests may finish within {seconds:g} s (Ctrl-C: stop them now)",
             err=True,
         )
-        self._ask_to_drain()
-        if self._wait_until_drained(seconds, lambda: self._signals.is_asked(times=2)):
-            return
-        self._ask_to_drain(stop_all=True)
-        self._wait_until_drained(_STOP_ALL_SECONDS, lambda: self._signals.is_asked(times=3))
+        if not self._is_drained(seconds, num_signals=2):
+            self._is_drained(_STOP_ALL_SECONDS, num_signals=3, stop_all=True)
 
-    def _ask_to_drain(self, stop_all: bool = False) -> None:
-        """A disk without room for one more name takes away this step, not those after it."""
+    def _is_drained(self, seconds: float, num_signals: int, stop_all: bool = False) -> bool:
+        """Ask the model to drain; False if it has not after ``seconds`` or ``num_signals``."""
         try:
-            self._workspace.ask_to_drain(stop_all)
-        except OSError as error:
+            self.workspace.ask_to_drain(stop_all)
+        except OSError as error:  # no room for one more name: the steps behind this one remain
             say(f"the model cannot be told: {error.strerror}", err=True)
-
-    def _wait_until_drained(self, seconds: float, is_hurried: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not is_hurried():
-            status = read_status(self._workspace.status_file)
-            self._vitals.check_processes(status)
+        while time.monotonic() < deadline and not self.signals.is_asked(num_signals):
+            status = self.health.check_processes()
             if status is not None and status.phase == "drained":
                 return True
             time.sleep(_POLL_SECONDS)

@@ -17,7 +17,7 @@ _TAIL_BYTES = 64 * 1024
 _LOAD_FAILURE = re.compile(r"failed to load '[^']*' version \d+: (?:\w+: )?(?P<reason>.*)")
 _SEVERITY = re.compile(r"^[A-Z]\d{4} [\d:.]+\s+\d+ \S+\] ")
 _ERROR = re.compile(r"^(?:E\d{4} |error:|\S+: error while loading)", re.IGNORECASE)
-# What an abort says last, by C++, by an assertion or by the C library.
+# The last message of an abort: of C++, of an assertion or of the C library.
 _ABORT = re.compile(
     r"^(?:terminate called .*|\s+what\(\): .*|.*: Assertion .* failed\.|Fatal glibc error: .*"
     r"|(?:malloc|free|realloc|munmap_chunk)\(\): .*|double free or corruption.*|corrupted .*"
@@ -59,12 +59,12 @@ def explain(log_file: Path) -> str:
 
 
 def explain_abort(log_file: Path) -> str:
-    """What the process said when it aborted itself, in one line; maybe ""."""
+    """The message of a process that aborted itself, in one line; maybe ""."""
     return " ".join(line.strip() for line in _tail(log_file) if _ABORT.match(line))
 
 
 def _tail(log_file: Path) -> list[str]:
-    """Of the log before as well: what is looked for may have been said just before the cut."""
+    """Of the log before as well: the message may have been written just before the cut."""
     tail = (_end_of(before(log_file)) + _end_of(log_file))[-_TAIL_BYTES:]
     return tail.decode(errors="replace").splitlines()
 

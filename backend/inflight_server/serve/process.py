@@ -41,7 +41,7 @@ _MAX_FILES = 2**16
 # is full ends it. With so much it answers any body of 6 MB. What is not used takes no memory.
 _STACK_BYTES = 2**30
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-_KILLED_SECONDS = 30.0  # to give much memory back; who needs more waits in a driver
+_KILLED_SECONDS = 30.0  # to give much memory back; a process that needs more waits in a driver
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -85,7 +85,7 @@ class ServerProcess:
     def stop(self, grace_seconds: float, is_hurried: Callable[[], bool]) -> None:
         """Ask the server to end, kill the whole group after the grace time, reap everything.
 
-        Who does not end then, as a process that waits for a device in the kernel, is left behind.
+        A process that does not end then, since it waits for a device in the kernel, is left behind.
         A server with an open gRPC stream never ends by itself, even an idle one. A caller
         whose ``is_hurried`` becomes true does not want to wait for the grace time.
         """
@@ -201,13 +201,13 @@ def _is_address_space_limited() -> bool:
 
 _HEALTH_SECONDS = 2.0
 _PROBE_PERIOD_SECONDS = 2.0
-# What the model gets after it has said that nothing moves: its streams have ended by then, the
-# server may still be writing the ends out.
+# For the model after it has reported that nothing moves: its streams have ended by then, the server
+# may still be writing the ends out.
 _FAREWELL_SECONDS = 1.0
 _SEE_LOG = "(--verbose shows its log)"
 
 
-class Vitals:
+class ServerHealth:
     """Looks at one server and its model processes; raises `ServingError` saying what is wrong."""
 
     def __init__(
@@ -223,22 +223,23 @@ class Vitals:
         self._last_beat = 0
         self._last_stage = _stage_of(None)
         self._unhealthy_since: float | None = None
+        self._model_pid: int | None = None
         self._added: dict[str, int | None] | None = None
 
-    def processes(self, status: ModelStatus) -> list[int]:
-        """The server and what serves its models, as far as that is known."""
-        added = self._added or {}
-        return [self._server.pid, status.pid, *(pid for pid in added.values() if pid is not None)]
+    def processes(self) -> list[int]:
+        """The server and the processes of its models, as far as they are known."""
+        pids = (self._server.pid, self._model_pid, *(self._added or {}).values())
+        return [pid for pid in pids if pid is not None]
 
-    def check_processes(self, status: ModelStatus | None, is_loading: bool = False) -> None:
-        """Fail if the model could not be loaded or a process died."""
-        # Before the server, which its models follow: what is wrong is the server then.
+    def check_processes(self, is_loading: bool = False) -> ModelStatus | None:
+        """The status of the model; fails if the model could not be loaded or a process died."""
+        # Before the server: when it dies its models do, and the server is the cause.
         death = "" if is_loading else self._death_of_added()
         end = self._server.exit_status()
-        is_model_dead = status is not None and not is_running(status.pid)
-        latest = read_status(self._workspace.status_file)  # what was written before the death
-        if latest is not None and latest.phase == "failed":
-            raise ServingError(latest.fields["error"])
+        is_model_dead = self._model_pid is not None and not is_running(self._model_pid)
+        status = read_status(self._workspace.status_file)  # what was written before the death
+        if status is not None and status.phase == "failed":
+            raise ServingError(status.fields["error"])
         if end is not None:
             log_file = self._workspace.log_file
             reason = explain_abort(log_file) or (explain(log_file) if is_loading else "")
@@ -246,13 +247,17 @@ class Vitals:
             failure = ServerKilled if self._server.was_killed else ServingError
             raise failure(f"tritonserver ended ({end}){why}")
         if is_model_dead:
-            how = end_of(status.pid) if status is not None else ""
-            raise ServingError(f"the model process died{how and f': {how}'} {_SEE_LOG}")
+            raise ServingError(f"{_death('the model process', self._model_pid)} {_SEE_LOG}")
         if death:
             raise ServingError(f"{death} {_SEE_LOG}")
+        if status is not None:
+            self._model_pid = status.pid
+        return status
 
-    def check_loading(self, status: ModelStatus | None) -> None:
-        """Fail if nothing is heard of the model, or its load stands still for too long."""
+    def check_loading(self) -> ModelStatus | None:
+        """`check_processes`, and fails if nothing is heard of the model or its load stands still
+        for too long."""
+        status = self.check_processes(is_loading=True)
         now = self._clock.now()
         stage = _stage_of(status)
         if stage != self._last_stage:
@@ -267,10 +272,12 @@ class Vitals:
             self._beat_at = now
         else:
             self._check_beat()
+        return status
 
     def check_progress(self) -> None:
-        """Fail if the model says that nothing moves, or nothing is heard of model or server."""
-        self._check_health_of_model(read_status(self._workspace.status_file))
+        """`check_processes`, and fails if the model says that nothing moves, or nothing is heard of
+        model or server."""
+        self._check_health_of_model(self.check_processes())
         self._check_beat()
         now = self._clock.now()
         if now - self._probed_at >= _PROBE_PERIOD_SECONDS:
@@ -297,14 +304,13 @@ class Vitals:
     def _death_of_added(self) -> str:
         """Which process of a model beside `tensorrt_llm` died, and how; "" if none did.
 
-        They write no status: who serves such a model is looked up when all are loaded.
+        They write no status: the process of such a model is looked up when all are loaded.
         """
         if self._added is None:
             self._added = self._find_added_models()
         for model, pid in self._added.items():
             if pid is None or not is_running(pid):
-                how = "" if pid is None else end_of(pid)
-                return f"the process of {model} died{how and f': {how}'}"
+                return _death(f"the process of {model}", pid)
         return ""
 
     def _find_added_models(self) -> dict[str, int | None]:
@@ -314,10 +320,9 @@ class Vitals:
         in a way that we do not know.
         """
         added = [model for model in self._settings.models if model not in DEFAULT_MODELS]
-        children = children_of(self._server.pid) if added else {}
         found = {
             Path(argument).parts[-3]: pid
-            for pid, arguments in children.items()
+            for pid, arguments in (children_of(self._server.pid) if added else {}).items()
             for argument in arguments
             if argument.endswith("/1/model.py")
         }
@@ -339,6 +344,11 @@ class Vitals:
         self._unhealthy_since = self._unhealthy_since or now
         if now - self._unhealthy_since >= _FAREWELL_SECONDS:
             raise ServingError(f"the model is not healthy: {status.fields['error']}")
+
+
+def _death(process: str, pid: int | None) -> str:
+    how = "" if pid is None else end_of(pid)
+    return f"{process} died{how and f': {how}'}"
 
 
 def _stage_of(status: ModelStatus | None) -> str:

@@ -34,7 +34,7 @@ _TEXT_MODEL_KEYS = {
     _MODEL_NAME_KEY: ("tensorrt_llm_bls", "vllm_model"),
     UINT32_KEY: (LLM_MODEL_NAME,),
 }
-"""What is no parameter of `tensorrt_llm` -> the models that it is for."""
+"""Key that is no parameter of `tensorrt_llm` -> the models that it is for."""
 
 _LOCAL_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address of all interfaces -> that of this machine."""
@@ -101,7 +101,7 @@ class ServeSettings:
 
     @property
     def llm_parameters(self) -> ServerParameters:
-        """What `tensorrt_llm` makes of ``parameters``."""
+        """``parameters`` as `tensorrt_llm` parses them."""
         return _parse_for_llm(self.parameters, self.model)
 
     @property
@@ -128,8 +128,9 @@ def parse_overrides(
 ) -> dict[str, str]:
     """Turn ``key=value`` strings into parameters of ``models``; relative paths become absolute.
 
-    ``ConfigurationError`` for what is not ``key=value``, a key given twice, one that belongs to the
-    launcher or to a model that is not there, and everything `parse_parameters` refuses.
+    ``ConfigurationError`` for an item that is not ``key=value``, a key given twice, one that
+    belongs to the launcher or to a model that is not there, and everything `parse_parameters`
+    refuses.
     """
     values: dict[str, str] = {}
     for item in items:

@@ -54,28 +54,26 @@ class StopSignals:
 
         Where the kernel cannot watch a process its end is not noticed here.
         """
-        poll = select.poll()
-        poll.register(self._read_end, select.POLLIN)
         watched = []
         for pid in processes:
             with suppress(OSError):
                 watched.append(os.pidfd_open(pid))
-                poll.register(watched[-1], select.POLLIN)
-        try:
-            poll.poll(1000 * seconds)
-            with suppress(BlockingIOError):
-                while os.read(self._read_end, 512):
-                    pass
-        finally:
-            for descriptor in watched:
-                os.close(descriptor)
+        poll = select.poll()
+        for descriptor in (self._read_end, *watched):
+            poll.register(descriptor, select.POLLIN)
+        poll.poll(1000 * seconds)
+        for descriptor in watched:
+            os.close(descriptor)
+        with suppress(BlockingIOError):
+            while os.read(self._read_end, 512):
+                pass
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
 
 
 STEADY_SECONDS = 60.0
-"""A server that was ready for so long and then fails is a new story, not the same failure again."""
+"""After so long a time of service a failure counts as the first."""
 
 _FIRST_DELAY = 1.0
 _MAX_DELAY = 30.0
@@ -83,7 +81,7 @@ _MAX_DELAY = 30.0
 
 class RestartPolicy:
     """At once, then after 1, 2, 4, ... and at last every 30 seconds, for as long as a start makes a
-    server ready now and then: what ends those may be what a client sends, and others are served.
+    server ready now and then: a request may have ended those, and other clients are served.
 
     After ``max_restarts`` starts in a row that did not come so far there are no more.
     """
@@ -119,6 +117,8 @@ class Attempt:
     """One start of the server; its runner notes when the server is ready."""
 
     number: int
+    delay: float = 0.0
+    """Seconds to wait before it."""
     failed_at: float | None = None
     """When the server before it failed; None until one has been ready."""
     ready_at: float | None = None
@@ -144,20 +144,19 @@ class Supervisor:
     def run(self, serve: Callable[[Attempt], None]) -> None:
         """Run ``serve``, again if it raises; `ServingError` for a failure that nothing follows.
 
-        An ``OSError`` is one as well, of `clear_run` too: what the machine lacks now, as room on a
-        disk, it may have soon. A server that never was ready is not started again, since what is
-        wrong then is a setting; but once if a signal ended it: Triton 24.10 now and then aborts
-        while it loads several Python models on a busy machine (an uncaught `lock_exception` of
-        boost).
+        An ``OSError`` is one as well, of `clear_run` too: a full disk may have room soon. A server
+        that never was ready is not started again, since a setting is wrong then; but once if a
+        signal ended it: Triton 24.10 now and then aborts while it loads several Python models on a
+        busy machine (an uncaught `lock_exception` of boost).
         """
         attempt = Attempt(1)
         was_ready = False
-        delay: float | None = None
         while True:
             try:
-                if delay is not None:
+                if attempt.number > 1:
                     self._workspace.clear_run()
-                    if not self._wait(delay):
+                    self._signals.wait(attempt.delay)
+                    if self._signals.is_asked():
                         return
                 serve(attempt)
                 return
@@ -168,7 +167,7 @@ class Supervisor:
                     raise
                 delay = self._next_delay(attempt, error)
             failed_at = time.monotonic() if was_ready else None
-            attempt = Attempt(attempt.number + 1, failed_at)
+            attempt = Attempt(attempt.number + 1, delay, failed_at)
 
     def _next_delay(self, attempt: Attempt, error: Exception) -> float:
         delay = self._policy.next_delay(attempt.ready_seconds)
@@ -180,13 +179,3 @@ class Supervisor:
         when = f"in {delay:g} s" if delay else "now"
         say(f"{error}; starting again {when} (failure {self._policy.num_failures})", err=True)
         return delay
-
-    def _wait(self, seconds: float) -> bool:
-        """True after ``seconds``; False as soon as the user wants to stop."""
-        deadline = time.monotonic() + seconds
-        while not self._signals.is_asked():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return True
-            self._signals.wait(left)
-        return False

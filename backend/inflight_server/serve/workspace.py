@@ -2,8 +2,8 @@
 
 A run owns ``<tmp>/inflight-serve-XXXXXXXX`` (mode 0700); the same name is the prefix of its shared
 memory. A file in it is locked while its launcher lives, so that a later run can recognise and
-remove what a killed one left; the folder itself is locked so that a cleaner of temporary files,
-which removes what was read at a start only, leaves it alone.
+remove the files of a killed one; the folder itself is locked so that a cleaner of temporary files,
+which removes files that were read at a start only, leaves it alone.
 
 The Python backend makes a folder ``/tmp/python_env_XXXXXX``, whatever TMPDIR says, leaves it when
 it is killed, and does not mark whose it is. Removing that of another server crashes it when it
@@ -116,6 +116,13 @@ class Workspace:
         """Create the folder, after removing those whose launcher is dead."""
         clean_stale()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self.shm_prefix = self.path.name  # of all shared memory of this run
+        self.models = self.path / "models"  # the model repository
+        self.backends = self.path / "backends"  # the copy of the Python backend, if one is needed
+        self.status_file = self.path / "status.json"  # where the model reports
+        self.drain_file = self.path / "drain"  # see `ask_to_drain`
+        self.log_file = self.path / "server.log"  # the output of server and models
+        self.scratch_note = self.path / _SCRATCH_NOTE  # the path of the folder of `BackendTmp`
         unlocked = self.path / f"{_LOCK}.new"
         try:
             self._lock = unlocked.open("w")
@@ -134,43 +141,8 @@ class Workspace:
         self.remove()
 
     @property
-    def shm_prefix(self) -> str:
-        """What the names of the shared memory of this run start with."""
-        return self.path.name
-
-    @property
-    def models(self) -> Path:
-        """The model repository."""
-        return self.path / "models"
-
-    @property
-    def backends(self) -> Path:
-        """The copy of the Python backend, if one is needed."""
-        return self.path / "backends"
-
-    @property
-    def status_file(self) -> Path:
-        """Where the model reports."""
-        return self.path / "status.json"
-
-    @property
-    def drain_file(self) -> Path:
-        """Its appearance asks the model to drain; that of `stop_file_of` it, to end what runs."""
-        return self.path / "drain"
-
-    @property
-    def log_file(self) -> Path:
-        """What the server and the model say."""
-        return self.path / "server.log"
-
-    @property
-    def scratch_note(self) -> Path:
-        """Holds the path of the folder that the Python backend makes outside of this one."""
-        return self.path / _SCRATCH_NOTE
-
-    @property
     def environment(self) -> dict[str, str]:
-        """What the server must have in its environment for its models to die with us."""
+        """Variables of the server with which its models die with us."""
         return {} if self._death_pipe is None else self._death_pipe.environment
 
     def ask_to_drain(self, stop_all: bool = False) -> None:
@@ -180,7 +152,7 @@ class Workspace:
             stop_file_of(self.drain_file).touch()
 
     def clear_run(self) -> None:
-        """Remove what a server that has failed left, and keep the rest for the next one."""
+        """Remove the files of a server that has failed, and keep the rest for the next one."""
         _remove_outside(self.path)
         asked = (self.drain_file, stop_file_of(self.drain_file))
         for file in (self.status_file, *asked, self.scratch_note):
@@ -217,7 +189,7 @@ def _death_pipe_in(folder: Path) -> DeathPipe | None:
 
 
 def clean_stale() -> None:
-    """Remove what runs of this user left whose launcher was killed; those of living ones stay."""
+    """Remove the files of this user's runs whose launcher was killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             if folder.lstat().st_uid != os.getuid():
@@ -270,7 +242,7 @@ def _remove_run(folder: Path) -> None:
 
 
 def _remove_outside(folder: Path) -> None:
-    """What cannot be removed stays, such as another user's file under a name of ours."""
+    """Shared memory and backend scratch; another user's file under a name of ours stays."""
     for region in _SHARED_MEMORY.glob(f"{folder.name}*"):
         with suppress(OSError):
             region.unlink()

@@ -1,7 +1,7 @@
 """Runs inside the model process: a logits processor that makes an answer tell what is kept there.
 
 No figure of the server counts what its front, its queue and its dispatcher remember of requests. So
-all objects that belong to one request are counted, whoever holds them. The folder is on the model
+all objects that belong to one request are counted, whatever holds them. The folder is on the model
 process's path, and nothing else is in it.
 """
 

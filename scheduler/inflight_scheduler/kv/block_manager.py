@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, combinations
 
 from inflight_scheduler.kv.block_pool import BlockPool
 from inflight_scheduler.kv.prefix_cache import (
@@ -37,82 +37,6 @@ from inflight_scheduler.kv.prefix_cache import (
     array_of,
 )
 from inflight_scheduler.request import NO_MATCH, LlmRequest, PrefixMatch
-
-
-class BeamTables:
-    """Owner of the tables of rows 1 and up, over the blocks of ``pool``."""
-
-    __slots__ = ("_pool", "_rows")
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._rows: dict[int, list[list[int]]] = {}
-
-    def open(self, request_id: int, first: Sequence[int], width: int, num_full: int) -> None:
-        """Rows 1 to ``width - 1`` beside ``first``: its ``num_full`` first blocks shared, as many
-        blocks as there are behind these for each row."""
-        rows = []
-        for _ in range(1, width):
-            for block_id in first[:num_full]:
-                self._pool.share(block_id)
-            num_own = len(first) - num_full
-            rows.append([*first[:num_full], *(self._pool.take(num_own) if num_own else ())])
-        self._rows[request_id] = rows
-
-    def append_blocks(self, request_id: int) -> list[int]:
-        """A new block at the end of every row but the first; their ids."""
-        rows = self._rows[request_id]
-        block_ids = self._pool.take(len(rows))
-        for row, block_id in zip(rows, block_ids, strict=True):
-            row.append(block_id)
-        return block_ids
-
-    def follow(
-        self, request_id: int, first: list[int], parents: Sequence[int], *, is_last_full: bool
-    ) -> None:
-        """Make the table of each row that of its parent; parents are their own parents.
-
-        Unless ``is_last_full``, a row keeps its own last block, for a copy of its parent's.
-        ``first`` is row 0, changed in place.
-        """
-        rows = [first, *self._rows[request_id]]
-        for row, parent in zip(rows, parents, strict=True):
-            if rows[parent] is row:
-                continue
-            place = len(row) - (0 if is_last_full else 1)
-            while place > 0 and row[place - 1] != rows[parent][place - 1]:
-                place -= 1
-                self._pool.share(rows[parent][place])
-                self._pool.drop((row[place],))
-                row[place] = rows[parent][place]
-
-    def free(self, request_id: int) -> int:
-        """Give back every row but the first; how many blocks became free."""
-        rows = self._rows.pop(request_id, ())
-        return sum(self._pool.drop(row) for row in rows)
-
-    def rows_of(self, request_id: int) -> Sequence[Sequence[int]]:
-        """Every row but the first; none for a request without beams."""
-        return self._rows.get(request_id, ())
-
-    def all_rows(self) -> Iterator[Sequence[int]]:
-        """Every table here."""
-        for rows in self._rows.values():
-            yield from rows
-
-    def check_integrity(self, tables: dict[int, list[int]]) -> None:
-        """Raise `AssertionError` unless the rows of a request are as long as its first one, in
-        ``tables``, and share a beginning and nothing else."""
-        for request_id, rows in self._rows.items():
-            first = tables[request_id]
-            assert all(len(row) == len(first) for row in rows), f"request {request_id}"
-            every_row = [first, *rows]
-            for index, row in enumerate(every_row):
-                for other in every_row[:index]:
-                    num_equal = sum(a == b for a, b in zip(row, other, strict=True))
-                    assert row[:num_equal] == other[:num_equal], f"rows of request {request_id}"
-                    shared = set(row[num_equal:]) & set(other[num_equal:])
-                    assert not shared, f"request {request_id}: {sorted(shared)} in two places"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +58,7 @@ class BlockManager:
 
     "No room" is a return value; nothing here waits. ``enable_reuse`` keeps computed blocks for
     later requests; ``may_copy_blocks`` also uses part of a block by copying it, which the engine
-    must be able to do. ``hash_key`` is for tests: without one it is random. ``partial_match`` is
-    for replays (see `ReuseIndex`).
+    must be able to do. ``partial_match`` is for replays (see `ReuseIndex`).
 
     ``window_size``: tokens that a layer looks back on; None for all. A request that may outgrow the
     window writes over its own blocks, so it neither shares nor leaves any. Nor does one with an
@@ -143,6 +66,7 @@ class BlockManager:
     """
 
     __slots__ = (
+        "_beam_tables",
         "_hashes",
         "_index",
         "_num_held",
@@ -150,7 +74,6 @@ class BlockManager:
         "_num_reused",
         "_pool",
         "_tables",
-        "beams",
         "tokens_per_block",
         "window_size",
     )
@@ -162,7 +85,6 @@ class BlockManager:
         *,
         enable_reuse: bool = False,
         may_copy_blocks: bool = False,
-        hash_key: bytes | None = None,
         window_size: int | None = None,
         partial_match: PartialMatch | None = None,
     ) -> None:
@@ -174,11 +96,11 @@ class BlockManager:
         self.window_size = window_size
         self._index: ReuseIndex | None = None
         if enable_reuse:
-            self._index = ReuseIndex(tokens_per_block, may_copy_blocks, hash_key, partial_match)
+            self._index = ReuseIndex(tokens_per_block, may_copy_blocks, partial_match)
         on_evict = None if self._index is None else self._index.forget
         self._pool = BlockPool(num_blocks, on_evict)
         self._tables: dict[int, list[int]] = {}
-        self.beams = BeamTables(self._pool)
+        self._beam_tables: dict[int, list[list[int]]] = {}  # of rows 1 and up
         # What text each block holds, as far as it is kept: the first bytes of its key.
         self._hashes = array("Q", [0]) * (num_blocks if enable_reuse else 0)
         self._num_held = 0  # sum of the lengths of all tables
@@ -254,17 +176,49 @@ class BlockManager:
         return len(table) - 1, table[-1]
 
     def open_beams(self, request: LlmRequest) -> None:
-        """Give each beam of a context that holds its whole prompt a table; see `BeamTables`."""
+        """Give each further beam of a context that holds its whole prompt a table.
+
+        Full blocks are shared with the first one; of those behind them each gets its own.
+        """
         assert self.window_size is None, "beams share blocks, and a window is written over"
         first = self._tables[request.request_id]
-        num_full = request.prompt_len // self.tokens_per_block
-        self.beams.open(request.request_id, first, request.beam_width, num_full)
+        shared = first[: request.prompt_len // self.tokens_per_block]
+        num_own = len(first) - len(shared)
+        rows = []
+        for _ in range(1, request.beam_width):
+            for block_id in shared:
+                self._pool.share(block_id)
+            rows.append([*shared, *(self._pool.take(num_own) if num_own else ())])
+        self._beam_tables[request.request_id] = rows
+
+    def append_beam_blocks(self, request_id: int) -> list[int]:
+        """A new block at the end of every row but the first, for which there must be room."""
+        rows = self._beam_tables[request_id]
+        block_ids = self._pool.take(len(rows))
+        for row, block_id in zip(rows, block_ids, strict=True):
+            row.append(block_id)
+        return block_ids
 
     def follow_beams(self, request: LlmRequest, parents: Sequence[int]) -> None:
-        """Each row of ``request`` continues the text of its parent."""
+        """Make the table of each row of ``request`` that of its parent; parents are their own.
+
+        Unless the last block is full, a row keeps its own, for a copy of its parent's.
+        """
         is_last_full = request.num_cached_tokens % self.tokens_per_block == 0
-        first = self._tables[request.request_id]
-        self.beams.follow(request.request_id, first, parents, is_last_full=is_last_full)
+        rows = [self._tables[request.request_id], *self._beam_tables[request.request_id]]
+        for row, parent in zip(rows, parents, strict=True):
+            if rows[parent] is row:
+                continue
+            place = len(row) - (0 if is_last_full else 1)
+            while place > 0 and row[place - 1] != rows[parent][place - 1]:
+                place -= 1
+                self._pool.share(rows[parent][place])
+                self._pool.drop((row[place],))
+                row[place] = rows[parent][place]
+
+    def beam_tables_of(self, request_id: int) -> Sequence[Sequence[int]]:
+        """The tables of every row but the first; none for a request without beams."""
+        return self._beam_tables.get(request_id, ())
 
     def free(self, request_id: int) -> int:
         """Give back everything the request holds; return how many blocks became free."""
@@ -272,7 +226,8 @@ class BlockManager:
         if not table:
             return 0
         self._num_held -= len(table)
-        return self.beams.free(request_id) + self._pool.drop(table)
+        rows = self._beam_tables.pop(request_id, ())
+        return sum(self._pool.drop(row) for row in rows) + self._pool.drop(table)
 
     def release(self, request: LlmRequest) -> int:
         """As `free`, but full blocks whose KV is computed are kept for reuse."""
@@ -362,7 +317,7 @@ class BlockManager:
 
     def num_distinct_blocks_of(self, request_id: int) -> int:
         """Blocks the request holds, those that its beams share counted once."""
-        rows = self.beams.rows_of(request_id)
+        rows = self.beam_tables_of(request_id)
         if not rows:
             return self.num_blocks_of(request_id)
         return len(set(chain(self._tables[request_id], *rows)))
@@ -375,7 +330,7 @@ class BlockManager:
         """How many blocks `free` would free: those without another holder."""
         if self._index is None:
             return self.num_distinct_blocks_of(request_id)
-        num_own = Counter(chain(self.table_of(request_id), *self.beams.rows_of(request_id)))
+        num_own = Counter(chain(self.table_of(request_id), *self.beam_tables_of(request_id)))
         return sum(self._pool.ref_count(block_id) == num for block_id, num in num_own.items())
 
     def num_places_left(self, request: LlmRequest) -> int:
@@ -500,8 +455,9 @@ class BlockManager:
         for request_id, table in self._tables.items():
             assert table, f"request {request_id} has an empty block table"
         assert sum(map(len, tables)) == self._num_held, "the sum of the tables has drifted"
-        self._pool.check_integrity([*tables, *self.beams.all_rows()])
-        self.beams.check_integrity(self._tables)
+        self._pool.check_integrity([*tables, *chain.from_iterable(self._beam_tables.values())])
+        for request_id, rows in self._beam_tables.items():
+            _check_beams(request_id, [self._tables[request_id], *rows])
         if self._index is not None:
             self._index.check_integrity()
             assert self._index.block_ids == self._pool.kept_blocks(), "kept is not what is indexed"
@@ -528,3 +484,13 @@ class BlockManager:
 
 def _hash_of(key: bytes) -> int:
     return int.from_bytes(key[:HASH_SIZE], "little")
+
+
+def _check_beams(request_id: int, rows: Sequence[Sequence[int]]) -> None:
+    """Raise `AssertionError` unless all are as long and share a beginning and nothing else."""
+    assert len(set(map(len, rows))) == 1, f"request {request_id} has rows of several lengths"
+    for row, other in combinations(rows, 2):
+        num_equal = sum(a == b for a, b in zip(row, other, strict=True))
+        assert row[:num_equal] == other[:num_equal], f"rows of request {request_id}"
+        shared = set(row[num_equal:]) & set(other[num_equal:])
+        assert not shared, f"request {request_id}: {sorted(shared)} in two places"

@@ -64,14 +64,13 @@ class ReuseIndex:
         self,
         tokens_per_block: int,
         may_copy: bool = False,
-        hash_key: bytes | None = None,
         partial_match: PartialMatch | None = None,
     ) -> None:
         self.tokens_per_block = tokens_per_block
         self.may_copy = may_copy and partial_match is None
         self._partial_match = partial_match
         self._packed_block = f"{tokens_per_block}q"
-        self._hash_key = hash_key or secrets.token_bytes(_KEY_SIZE)
+        self._hash_key = secrets.token_bytes(_KEY_SIZE)
         self._key_to_block: dict[bytes, int] = {}
         self._block_to_key: dict[int, bytes] = {}
         # For partial matches: block -> its content (see `_content`), and the beginning of that, one

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from operator import attrgetter
 from typing import overload
@@ -48,7 +48,7 @@ class DueSteps:
 
     def __init__(self) -> None:
         self.clock = 0
-        self._entries: dict[int, dict[int, LlmRequest]] = {}  # step -> id -> who
+        self._entries: dict[int, dict[int, LlmRequest]] = {}  # step -> id -> request
         self._step_of: dict[int, int] = {}  # id -> step
 
     def enter(self, request: LlmRequest, num_steps: int) -> None:
@@ -182,13 +182,13 @@ class RankedGenerations(RankedRequests):
         self._base, self._changes = self.view(), []
         return changes
 
-    def append(self, tokens: Iterable[int]) -> None:
-        """Append a token to each text; ends no request. `ValueError` if there are not as many."""
+    def append(self, tokens: Sequence[int]) -> list[LlmRequest]:
+        """Append a token to each text; returns those that it ends.
+
+        `ValueError` if there are not as many.
+        """
         for text, token in zip(self._texts, tokens, strict=True):
             text.append(token)
-
-    def with_end_id(self, tokens: Sequence[int]) -> list[LlmRequest]:
-        """Those whose token is one that ends them."""
         return with_end_id(self.requests, self._end_ids, tokens)
 
     def append_pending(self) -> PendingTokenBatch:
@@ -265,7 +265,7 @@ class ActiveRequests(Sequence[LlmRequest]):
             raise ValueError(f"priority_span must be at least 0, not {priority_span}")
         self.block_manager = block_manager
         self.priority_span = priority_span
-        self.num_blocks_at_completion = 0  # of all who hold blocks
+        self.num_blocks_at_completion = 0  # of all requests that hold blocks
         self.num_with_beams_or_adapter = 0
         self.num_with_drafts = 0
         self._num_arrivals = 0
@@ -277,8 +277,8 @@ class ActiveRequests(Sequence[LlmRequest]):
             for phase in RequestPhase
         )
         self._phase_of: dict[int, RequestPhase] = {}
-        self._borders = DueSteps()  # who may open a block
-        self._ends = DueSteps()  # who may have had its last token
+        self._borders = DueSteps()  # requests that may open a block
+        self._ends = DueSteps()  # that may have had their last token
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -358,7 +358,7 @@ class ActiveRequests(Sequence[LlmRequest]):
 
     @property
     def generation(self) -> list[LlmRequest]:
-        """Who generates, in order; the same list object until that changes, and never altered."""
+        """The requests that generate, in order: one list until that changes, and never altered."""
         return self._generation.view()
 
     def view_of(self, requests: Sequence[LlmRequest]) -> Sequence[LlmRequest]:
@@ -422,8 +422,7 @@ class ActiveRequests(Sequence[LlmRequest]):
 
         Apply a step to all of them: O(1) for each, without visiting the request.
         """
-        self._generation.append(tokens)
-        for request in self._generation.with_end_id(tokens):
+        for request in self._generation.append(tokens):
             request.finish(FinishReason.END_ID)
         for request in self._take_full():
             request.finish(FinishReason.LENGTH)

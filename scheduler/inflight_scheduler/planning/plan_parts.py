@@ -80,7 +80,7 @@ def open_beams(request: LlmRequest, slot: int, manager: BlockManager) -> list[Bl
     first_own = request.prompt_len // manager.tokens_per_block
     return [
         BlockAssignment(slot + row, index, table[index])
-        for row, table in enumerate(manager.beams.rows_of(request.request_id), start=1)
+        for row, table in enumerate(manager.beam_tables_of(request.request_id), start=1)
         for index in range(first_own, len(table))
     ]
 
@@ -92,7 +92,7 @@ def append_beam_blocks(
     appended = manager.append_block(request.request_id)
     assert appended is not None, f"request {request.request_id} was scheduled without room"
     index, first = appended
-    others = manager.beams.append_blocks(request.request_id)
+    others = manager.append_beam_blocks(request.request_id)
     return [
         BlockAssignment(slot + row, index, block_id)
         for row, block_id in enumerate([first, *others])
@@ -111,7 +111,7 @@ def move_beams(
         step, slot = request.beams.step, request.seq_slot
         assert step is not None
         assert slot is not None
-        tables = [manager.table_of(request.request_id), *manager.beams.rows_of(request.request_id)]
+        tables = [manager.table_of(request.request_id), *manager.beam_tables_of(request.request_id)]
         has_room = request.num_cached_tokens % manager.tokens_per_block > 0
         for row, (parent, token) in enumerate(zip(*step, strict=True)):
             own_block = -1

@@ -59,7 +59,11 @@ from inflight_scheduler.planning.plan_parts import (
     slots_of,
 )
 from inflight_scheduler.planning.slot_pool import SlotPool
-from inflight_scheduler.planning.verification import OpenSlots, add_verified_tokens, fitting_drafts
+from inflight_scheduler.planning.verification import (
+    add_verified_tokens,
+    fitting_drafts,
+    take_verified,
+)
 from inflight_scheduler.request import LlmRequest
 
 
@@ -100,7 +104,7 @@ class BatchPlanner:
         # The last list of all generation requests, and their slots.
         self._generation: Sequence[LlmRequest] = []
         self._generation_slots: tuple[int, ...] = ()
-        self._open_slots = OpenSlots()
+        self._open_slots: set[int] = set()  # that ran with drafts last
 
     @property
     def num_free_slots(self) -> int:
@@ -155,9 +159,9 @@ class BatchPlanner:
             beam_moves=tuple(moves),
             num_beams=plain[0].num_rows if moves else 1,
             draft_runs=runs,
-            verified=self._open_slots.take(plain),
+            verified=take_verified(self._open_slots, plain),
         )
-        self._open_slots.open(batch.runs)
+        self._open_slots.update(run.slot for run in batch.runs if run.drafts)
         if not batch.is_empty:
             is_all_generations = self._all_generations(generation_requests) is not None
             generation = generation_requests if is_all_generations else list(generation_requests)
@@ -312,7 +316,7 @@ class BatchPlanner:
         self.block_manager.release(request)
         if request.seq_slot is not None:
             self.slots.free(request.seq_slot)
-            self._open_slots.forget(request.seq_slot)
+            self._open_slots.discard(request.seq_slot)
             request.seq_slot = None
 
     @property
@@ -416,7 +420,7 @@ class BatchPlanner:
     def _plan_generation(
         self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]
     ) -> tuple[int, ...]:
-        """Slots of ``requests``; who opens blocks gets them."""
+        """Slots of ``requests``; those that open blocks get them."""
         manager, all_generations = self.block_manager, self._all_generations(requests)
         if all_generations is not None:
             due: Sequence[LlmRequest] = all_generations.due_requests()

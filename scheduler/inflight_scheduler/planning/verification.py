@@ -14,42 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inflight_scheduler.batch import ContextChunk, VerifiedSlot
+from inflight_scheduler.batch import VerifiedSlot
 from inflight_scheduler.request import LlmRequest
 
 
 def can_verify(request: LlmRequest) -> bool:
-    """True where several tokens of ``request`` can be drawn in one step (guides aside)."""
+    """True where several tokens of ``request`` can be drawn in one step, if it has no guide."""
     return request.beam_width == 1 and not request.sampling.looks_back
 
 
-class OpenSlots:
-    """Slots that the engine saw run with drafts last: it does not know how many of them counted."""
+def take_verified(open_slots: set[int], requests: Sequence[LlmRequest]) -> tuple[VerifiedSlot, ...]:
+    """Where those of ``requests`` stand that have one of ``open_slots``, which it leaves.
 
-    __slots__ = ("_slots",)
-
-    def __init__(self) -> None:
-        self._slots: set[int] = set()
-
-    def open(self, runs: Sequence[ContextChunk]) -> None:
-        """These run now."""
-        self._slots.update(run.slot for run in runs if run.drafts)
-
-    def forget(self, slot: int) -> None:
-        """``slot`` has no owner any more."""
-        self._slots.discard(slot)
-
-    def take(self, requests: Sequence[LlmRequest]) -> tuple[VerifiedSlot, ...]:
-        """Where those of ``requests`` stand that have such a slot; they run without drafts now."""
-        if not self._slots:
-            return ()
-        told = []
-        for request in requests:
-            slot = request.seq_slot
-            if slot is not None and slot in self._slots:
-                self._slots.remove(slot)
-                told.append(VerifiedSlot(slot, request.num_cached_tokens, request.tokens[-1]))
-        return tuple(told)
+    Such a slot ran with drafts last, so the engine does not know how many of them counted.
+    """
+    if not open_slots:
+        return ()
+    told = []
+    for request in requests:
+        slot = request.seq_slot
+        if slot is not None and slot in open_slots:
+            open_slots.remove(slot)
+            told.append(VerifiedSlot(slot, request.num_cached_tokens, request.tokens[-1]))
+    return tuple(told)
 
 
 def num_confirmed(drafts: Sequence[int], drawn: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Who may hold KV cache in this iteration: the first of the two questions of scheduling.
+"""Which requests may hold KV cache in this iteration: the first of the two steps of scheduling.
 
 Decisions only: nothing here changes a request, a block or a slot, so a decision can be thrown
 away. The rules are those of TensorRT-LLM's ``capacityScheduler.cpp`` and of its Python twin.
@@ -12,29 +12,50 @@ write, and carries that list as an attribute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 from inflight_scheduler.errors import SchedulerError
 from inflight_scheduler.kv.block_manager import BlockManager
-from inflight_scheduler.policies.resources import Budgets, Resource, check_resources
+from inflight_scheduler.policies.resources import (
+    Budgets,
+    CrossBlocks,
+    Resource,
+    Shortage,
+    check_resources,
+)
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState
 
 
 class CapacityResult(tuple[list[LlmRequest], list[LlmRequest]]):
-    """``(fitting_requests, paused_requests)``, and ``fitting_disagg_gen_init`` beside them."""
+    """``(fitting_requests, paused_requests)``, and ``fitting_disagg_gen_init`` beside them.
+
+    ``refused`` and ``pause_causes`` say why, for `explain`. ``refused``: by id, what a request
+    lacks; None if it waits for the context of another. ``pause_causes``: by id of a paused request,
+    the one it was paused for, and what that lacked; None if it was a place.
+    """
 
     fitting_disagg_gen_init: list[LlmRequest]
+    refused: Mapping[int, Shortage | None]
+    pause_causes: Mapping[int, tuple[LlmRequest, Shortage | None]]
 
     @classmethod
-    def part(cls, fitting: list[LlmRequest], paused: list[LlmRequest]) -> CapacityResult:
+    def part(
+        cls,
+        fitting: list[LlmRequest],
+        paused: list[LlmRequest],
+        refused: Mapping[int, Shortage | None] = MappingProxyType({}),
+        pause_causes: Mapping[int, tuple[LlmRequest, Shortage | None]] = MappingProxyType({}),
+    ) -> CapacityResult:
         """Take the disaggregated ones out of ``fitting``."""
         disagg = [request for request in fitting if request.is_disagg_generation_init_state]
         if disagg:
             fitting = [r for r in fitting if not r.is_disagg_generation_init_state]
         result = cls((fitting, paused))
         result.fitting_disagg_gen_init = disagg
+        result.refused, result.pause_causes = refused, pause_causes
         return result
 
 
@@ -48,7 +69,8 @@ def register_policy(name: str) -> Callable[[_Policy], _Policy]:
     """Make a class the capacity policy ``name``, which `make_scheduler` and `GptManager` accept.
 
     A module in this folder is all that a new policy takes: it is found, offered by
-    ``batch_scheduler_policy``, recorded, replayed and offered by ``inflight whatif``.
+    ``batch_scheduler_policy``, recorded, replayed and offered by ``inflight whatif``. It is made
+    with the arguments of `CacheCapacityScheduler`.
     """
 
     def register(policy: _Policy) -> _Policy:
@@ -80,26 +102,6 @@ class CapacityScheduler(ABC):
         self.no_schedule_until_state = no_schedule_until_state
         self.no_schedule_after_state = no_schedule_after_state
 
-    @classmethod
-    def create(
-        cls,
-        max_num_requests: int,
-        block_manager: BlockManager,
-        *,
-        two_step_lookahead: bool,
-        resources: Sequence[Resource],
-        no_schedule_until_state: LlmRequestState,
-    ) -> CapacityScheduler:
-        """A registered policy with the settings of the server; override it if yours takes less."""
-        del two_step_lookahead  # only MAX_UTILIZATION looks ahead
-        make: Callable[..., CapacityScheduler] = cls
-        return make(
-            max_num_requests,
-            block_manager,
-            resources=resources,
-            no_schedule_until_state=no_schedule_until_state,
-        )
-
     @abstractmethod
     def schedule_request(
         self, active_requests: Sequence[LlmRequest]
@@ -130,35 +132,56 @@ class MaxRequestsScheduler(CapacityScheduler):
         return CapacityResult.part(self._gated(active_requests)[: self.max_num_requests], [])
 
 
-class ReservingScheduler(CapacityScheduler):
-    """What GUARANTEED_NO_EVICT and STATIC_BATCH have in common: reservations to completion.
+class CacheCapacityScheduler(CapacityScheduler):
+    """A policy over the blocks of ``block_manager`` and further ``resources`` (see `resources`)."""
 
-    ``resources`` are reserved like blocks (see `resources`). Who lacks only one that does not end
-    the walk (PEFT pages) is passed over, as published; so while others keep the pages in use, such
-    a request is promised no turn. An encoder is admitted without reserving blocks; the context
-    after it reserves them. Requests whose KV is just coming from another server keep their
-    reservation, which the published rule forgets for that while.
-    """
-
-    __slots__ = ("block_manager", "resources")
+    __slots__ = ("block_manager", "resources", "two_step_lookahead")
+    can_serve_encoder = True
 
     def __init__(
         self,
         max_num_requests: int,
         block_manager: BlockManager,
         *,
+        two_step_lookahead: bool = False,
         resources: Sequence[Resource] = (),
         no_schedule_until_state: LlmRequestState = LlmRequestState.CONTEXT_INIT,
         no_schedule_after_state: LlmRequestState = LlmRequestState.GENERATION_COMPLETE,
     ) -> None:
+        """``two_step_lookahead``: where the next step must fit, keep room for the one after it.
+
+        `ValueError` for resources that cannot be together, or serve an encoder where none can run.
+        """
         super().__init__(
             max_num_requests,
             no_schedule_until_state=no_schedule_until_state,
             no_schedule_after_state=no_schedule_after_state,
         )
         check_resources(block_manager, resources)
+        if not self.can_serve_encoder and any(isinstance(each, CrossBlocks) for each in resources):
+            raise ValueError(
+                "max_utilization cannot run a model with an encoder: a pause would lose the "
+                "encoder's output; use guaranteed_no_evict or static_batch"
+            )
         self.block_manager = block_manager
+        self.two_step_lookahead = two_step_lookahead
         self.resources = tuple(resources)
+
+
+class ReservingScheduler(CacheCapacityScheduler):
+    """What GUARANTEED_NO_EVICT and STATIC_BATCH have in common: reservations to completion.
+
+    ``resources`` are reserved like blocks. A request that lacks only one that does not end
+    the walk (PEFT pages) is passed over, as published; so while others keep the pages in use, such
+    a request is promised no turn. An encoder is admitted without reserving blocks; the context
+    after it reserves them. Requests whose KV is just coming from another server keep their
+    reservation, which the published rule forgets for that while.
+
+    ``shares_contexts``: a fresh request waits while another computes its next block.
+    """
+
+    __slots__ = ()
+    shares_contexts = True
 
     def schedule_request(self, active_requests: Sequence[LlmRequest]) -> CapacityResult:
         """Generation, started contexts, disaggregated ones, fresh ones until one does not fit.
@@ -187,26 +210,19 @@ class ReservingScheduler(CapacityScheduler):
             else:
                 started.append(request)
         num_generating = len(fitting)
-        if self.admit(started, budgets, fitting) and self.may_start(num_generating):
-            self.admit(disagg, budgets, fitting)
-            self.admit_fresh(fresh, budgets, fitting, started)
-        return CapacityResult.part(fitting, [])
+        if self._admit(started, budgets, fitting) and self.may_start(num_generating):
+            self._admit(disagg, budgets, fitting)
+            if self.shares_contexts:
+                budgets.blocks.promise(started)
+            self._admit(fresh, budgets, fitting, may_skip=self.shares_contexts)
+        return CapacityResult.part(fitting, [], budgets.refused)
 
-    @abstractmethod
     def may_start(self, num_generating: int) -> bool:
         """True when requests may start next to ``num_generating`` that generate."""
+        del num_generating
+        return True
 
-    @abstractmethod
-    def admit_fresh(
-        self,
-        fresh: Sequence[LlmRequest],
-        budgets: Budgets,
-        fitting: list[LlmRequest],
-        started: Sequence[LlmRequest],
-    ) -> None:
-        """Append to ``fitting`` those of ``fresh`` that start next to the ``started`` contexts."""
-
-    def admit(
+    def _admit(
         self,
         pending: Sequence[LlmRequest],
         budgets: Budgets,
@@ -219,6 +235,7 @@ class ReservingScheduler(CapacityScheduler):
         """
         for request in pending:
             if may_skip and budgets.blocks.is_beneficial_to_skip(request):
+                budgets.refused[request.request_id] = None
                 continue
             if len(fitting) >= self.max_num_requests:
                 return False
@@ -232,7 +249,7 @@ class ReservingScheduler(CapacityScheduler):
 
 @register_policy("guaranteed_no_evict")
 class GuaranteedNoEvictScheduler(ReservingScheduler):
-    """GUARANTEED_NO_EVICT: who starts can finish, because its blocks to completion are reserved.
+    """GUARANTEED_NO_EVICT: a request starts when its blocks to completion can be reserved.
 
     The guarantee rests on every running request having been admitted under it: to take over in the
     middle from a scheduler that reserves less, use `MaxUtilizationScheduler`, which can pause.
@@ -245,22 +262,6 @@ class GuaranteedNoEvictScheduler(ReservingScheduler):
 
     __slots__ = ()
 
-    def may_start(self, num_generating: int) -> bool:
-        """Always."""
-        del num_generating
-        return True
-
-    def admit_fresh(
-        self,
-        fresh: Sequence[LlmRequest],
-        budgets: Budgets,
-        fitting: list[LlmRequest],
-        started: Sequence[LlmRequest],
-    ) -> None:
-        """As many as fit; one whose next block is being computed by another waits for it."""
-        budgets.blocks.promise(started)
-        self.admit(fresh, budgets, fitting, may_skip=True)
-
 
 @register_policy("static_batch")
 class StaticBatchScheduler(ReservingScheduler):
@@ -271,25 +272,15 @@ class StaticBatchScheduler(ReservingScheduler):
     """
 
     __slots__ = ()
+    shares_contexts = False
 
     def may_start(self, num_generating: int) -> bool:
         """Once no request generates."""
         return num_generating == 0
 
-    def admit_fresh(
-        self,
-        fresh: Sequence[LlmRequest],
-        budgets: Budgets,
-        fitting: list[LlmRequest],
-        started: Sequence[LlmRequest],
-    ) -> None:
-        """All that fit."""
-        del started
-        self.admit(fresh, budgets, fitting)
-
 
 @register_policy("max_utilization")
-class MaxUtilizationScheduler(CapacityScheduler):
+class MaxUtilizationScheduler(CacheCapacityScheduler):
     """MAX_UTILIZATION: only the next step must fit; when it does not, the last started is paused.
 
     The walk with its moving end (``P`` started, ``.`` fresh, ``^`` the request looked at)::
@@ -304,51 +295,8 @@ class MaxUtilizationScheduler(CapacityScheduler):
     shortage of blocks does; models with an encoder need GUARANTEED_NO_EVICT or STATIC_BATCH.
     """
 
-    __slots__ = ("block_manager", "resources", "two_step_lookahead")
-
-    def __init__(
-        self,
-        max_num_requests: int,
-        block_manager: BlockManager,
-        *,
-        two_step_lookahead: bool = False,
-        resources: Sequence[Resource] = (),
-        no_schedule_until_state: LlmRequestState = LlmRequestState.CONTEXT_INIT,
-        no_schedule_after_state: LlmRequestState = LlmRequestState.GENERATION_COMPLETE,
-    ) -> None:
-        super().__init__(
-            max_num_requests,
-            no_schedule_until_state=no_schedule_until_state,
-            no_schedule_after_state=no_schedule_after_state,
-        )
-        check_resources(block_manager, resources)
-        if any(resource.serves_encoder for resource in resources):
-            raise ValueError(
-                "max_utilization cannot run a model with an encoder: a pause would lose the "
-                "encoder's output; use guaranteed_no_evict or static_batch"
-            )
-        self.block_manager = block_manager
-        self.two_step_lookahead = two_step_lookahead
-        self.resources = tuple(resources)
-
-    @classmethod
-    def create(
-        cls,
-        max_num_requests: int,
-        block_manager: BlockManager,
-        *,
-        two_step_lookahead: bool,
-        resources: Sequence[Resource],
-        no_schedule_until_state: LlmRequestState,
-    ) -> MaxUtilizationScheduler:
-        """With the lookahead. (An encoder is refused, so its state is of no use.)"""
-        del no_schedule_until_state
-        return cls(
-            max_num_requests,
-            block_manager,
-            two_step_lookahead=two_step_lookahead,
-            resources=resources,
-        )
+    __slots__ = ()
+    can_serve_encoder = False
 
     def schedule_request(self, active_requests: Sequence[LlmRequest]) -> CapacityResult:
         """Linear: each request is looked at once and passed by the moving end at most once.
@@ -367,14 +315,18 @@ class MaxUtilizationScheduler(CapacityScheduler):
             forecast.promise(filter(is_started_context, candidates))
         fitting: list[LlmRequest] = []
         paused: list[LlmRequest] = []
+        causes: dict[int, tuple[LlmRequest, Shortage | None]] = {}
         current, end = 0, len(candidates)
         while current < end:
             request = candidates[current]
             if forecast.is_beneficial_to_skip(request):
+                budgets.refused[request.request_id] = None
                 current += 1
                 continue
             check_encoder(request, self.resources)
-            if len(fitting) < self.max_num_requests and budgets.try_claim(request) is None:
+            has_place = len(fitting) < self.max_num_requests
+            shortage = budgets.try_claim(request) if has_place else None
+            if has_place and shortage is None:
                 fitting.append(request)
                 current += 1
                 continue
@@ -383,13 +335,16 @@ class MaxUtilizationScheduler(CapacityScheduler):
                 break
             end = victim
             paused.append(candidates[victim])
+            causes[candidates[victim].request_id] = request, shortage
             budgets.release(candidates[victim])
-        return CapacityResult.part(fitting, paused)
+        return CapacityResult.part(fitting, paused, budgets.refused, causes)
 
 
 def check_encoder(request: LlmRequest, resources: Sequence[Resource]) -> None:
     """Raise `SchedulerError` if ``request`` waits for an encoder and nothing serves one."""
-    if request.is_encoder_init_state and not any(r.serves_encoder for r in resources):
+    if not request.is_encoder_init_state:
+        return
+    if not any(isinstance(resource, CrossBlocks) for resource in resources):
         raise SchedulerError(
             f"request {request.request_id} has {request.encoder_length} tokens for an encoder, but "
             "there is no pool of cross KV blocks; give the scheduler CrossBlocks"

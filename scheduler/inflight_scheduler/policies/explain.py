@@ -1,14 +1,13 @@
-"""Why a request does not run: the decision once more, with the numbers it was made of.
+"""Why a request does not run: the decision once more, with what it noted on its way.
 
-Deciding is a pure function of what is active and of the blocks, so the reasons need not be
-collected on the way: `explain` walks through a decision again, before it is carried out, and says
-for each request that does not run the reason. A bound is met by one request; those behind
-it wait because requests are not overtaken. It changes nothing that deciding does not.
+Deciding is a pure function of what is active and of the blocks, and the walks of `capacity` and
+`micro_batch` say what each refused request lacked. A bound is met by one request; those behind it
+wait because requests are not overtaken. Explaining changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,13 +16,11 @@ from inflight_scheduler.policies.capacity import (
     CapacityResult,
     CapacityScheduler,
     MaxUtilizationScheduler,
-    ReservingScheduler,
     StaticBatchScheduler,
-    is_started_context,
 )
 from inflight_scheduler.policies.check_decision import count_step_tokens
-from inflight_scheduler.policies.micro_batch import MicroBatchScheduler
-from inflight_scheduler.policies.resources import Budgets, Shortage
+from inflight_scheduler.policies.micro_batch import BatchWalk, MicroBatchScheduler
+from inflight_scheduler.policies.resources import Shortage
 from inflight_scheduler.policies.scheduler import RequestScheduler, SimpleScheduler
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState
@@ -33,22 +30,37 @@ Lists = tuple[Sequence[LlmRequest], Sequence[LlmRequest], Sequence[LlmRequest]]
 
 
 class WaitCode(Enum):
-    """What stands in the way of a request."""
+    """What stands in the way of a request: its name, and a text with the fields of `WaitReason`."""
 
-    BLOCKS = "blocks"
-    RESOURCE = "resource"
-    BEHIND = "behind"
-    MAX_REQUESTS = "max_requests"
-    STATIC_BATCH = "static_batch"
-    SHARED_CONTEXT = "shared_context"
-    PAUSED = "paused"
-    IN_FLIGHT = "in_flight"
-    BATCH = "batch"
-    TOKENS = "tokens"
-    BEAMS = "beams"
-    STATE = "state"
-    LEFT_OUT = "left_out"
-    UNKNOWN = "unknown"
+    text: str
+
+    def __new__(cls, name: str, text: str) -> WaitCode:
+        """The value is the name alone."""
+        code = object.__new__(cls)
+        code._value_, code.text = name, text
+        return code
+
+    BLOCKS = "blocks", "waiting for KV blocks: needs {0.num_needed}, free {0.num_available}"
+    RESOURCE = (
+        "resource",
+        "waiting for {0.resource}: needs {0.num_needed}, free {0.num_available}",
+    )
+    BEHIND = "behind", "behind {others}, first of them request {0.behind_id}"
+    MAX_REQUESTS = "max_requests", "all {0.num_available} places are taken"
+    STATIC_BATCH = "static_batch", "waiting until the running batch has ended"
+    SHARED_CONTEXT = "shared_context", "waiting for a request that computes the same text"
+    PAUSED = "paused", "paused as victim of request {0.behind_id}, which {cause}"
+    IN_FLIGHT = "in_flight", "still running in another step"
+    BATCH = "batch", "batch limit: {0.num_available} requests run in this iteration"
+    TOKENS = "tokens", "token budget: needs {0.num_needed} tokens, {0.num_available} left"
+    BEAMS = "beams", "its beam width differs from that of request {0.behind_id}, which runs"
+    STATE = "state", "not in a state that can run"
+    LEFT_OUT = (
+        "left_out",
+        "left out by the scheduler {0.left_out.scheduler}: needs {0.num_needed} KV blocks, free "
+        "{0.num_available}; {0.left_out}",
+    )
+    UNKNOWN = "unknown", "the scheduler does not say why"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +104,7 @@ class WaitReason:
     resource: str = ""
 
     def __str__(self) -> str:
-        return _TEXTS[self.code].format(
+        return self.code.text.format(
             self,
             others="1 other" if self.num_ahead == 1 else f"{self.num_ahead} others",
             cause=f"needs {self.num_needed} KV blocks, free {self.num_available}"
@@ -101,56 +113,26 @@ class WaitReason:
         )
 
 
-_TEXTS = {
-    WaitCode.BLOCKS: "waiting for KV blocks: needs {0.num_needed}, free {0.num_available}",
-    WaitCode.RESOURCE: "waiting for {0.resource}: needs {0.num_needed}, free {0.num_available}",
-    WaitCode.BEHIND: "behind {others}, first of them request {0.behind_id}",
-    WaitCode.MAX_REQUESTS: "all {0.num_available} places are taken",
-    WaitCode.STATIC_BATCH: "waiting until the running batch has ended",
-    WaitCode.SHARED_CONTEXT: "waiting for a request that computes the same text",
-    WaitCode.PAUSED: "paused as victim of request {0.behind_id}, which {cause}",
-    WaitCode.IN_FLIGHT: "still running in another step",
-    WaitCode.BATCH: "batch limit: {0.num_available} requests run in this iteration",
-    WaitCode.TOKENS: "token budget: needs {0.num_needed} tokens, {0.num_available} left",
-    WaitCode.BEAMS: "its beam width differs from that of request {0.behind_id}, which runs",
-    WaitCode.STATE: "not in a state that can run",
-    WaitCode.LEFT_OUT: "left out by the scheduler {0.left_out.scheduler}: needs {0.num_needed} KV "
-    "blocks, free {0.num_available}; {0.left_out}",
-    WaitCode.UNKNOWN: "the scheduler does not say why",
-}
-
-
 def explain(
     scheduler: RequestScheduler,
     active_requests: Sequence[LlmRequest],
     inflight_request_ids: Collection[int] = (),
-    decision: Lists | None = None,
 ) -> dict[int, WaitReason]:
     """The reason of every active request that ``scheduler`` would not run now, by id.
 
-    ``decision`` is what it decided just now, if that is known. Of another scheduler than
-    `SimpleScheduler`, the reasons of a decision that it did not make are unknown.
+    Of another scheduler than `SimpleScheduler`, subclasses included, the reasons are unknown.
     """
     requests = list(active_requests)
-    if decision is None:
-        decision = scheduler.schedule_request(requests, inflight_request_ids)
-    running = {id(request) for request in (*decision[0], *decision[1])}
-    if len(running) == len(requests):
-        return {}
-    if not isinstance(scheduler, SimpleScheduler):
+    if type(scheduler) is not SimpleScheduler:
+        context, generation, _ = scheduler.schedule_request(requests, inflight_request_ids)
+        running = {id(request) for request in (*context, *generation)}
         waiting = (request for request in requests if id(request) not in running)
         return {request.request_id: WaitReason(WaitCode.UNKNOWN) for request in waiting}
-    capacity = scheduler.capacity_scheduler
-    fits = capacity.schedule_request(requests)
-    fitting, paused = fits
-    disagg = fits.fitting_disagg_gen_init if isinstance(fits, CapacityResult) else []
-    walk = _CapacityWalk(capacity, requests, [*fitting, *disagg], paused)
-    reasons = dict(walk.explain_paused())
-    reasons.update(walk.explain_waiting())
-    reasons.update(
-        _explain_idle(scheduler.micro_batch_scheduler, fitting, decision, inflight_request_ids)
-    )
-    return reasons
+    fits = scheduler.capacity_scheduler.schedule_request(requests)
+    if not isinstance(fits, CapacityResult):
+        fits = CapacityResult.part(*fits)
+    reasons = _explain_capacity(scheduler.capacity_scheduler, requests, fits)
+    return reasons | _explain_batch(scheduler.micro_batch_scheduler, fits[0], inflight_request_ids)
 
 
 def explain_left_out(
@@ -163,7 +145,7 @@ def explain_left_out(
     max_num_tokens: int | None,
     num_free_blocks: int | None = None,
 ) -> dict[int, WaitReason]:
-    """What can be said of those whom the foreign scheduler ``name`` does not let run, by id.
+    """What is known of the requests that the user's scheduler ``name`` does not run, by id.
 
     ``num_free_blocks`` are left when the decision is carried out; None: it is, and those free now.
     """
@@ -186,211 +168,134 @@ def explain_left_out(
     }
 
 
-class _CapacityWalk:
-    """The walk of a capacity scheduler again, with its outcome known."""
+class _Waiting:
+    """Reasons in the order of a walk; behind the request that ends it, all wait for that one."""
 
-    def __init__(
-        self,
-        capacity: CapacityScheduler,
-        requests: Sequence[LlmRequest],
-        fitting: Sequence[LlmRequest],
-        paused: Sequence[LlmRequest],
+    def __init__(self) -> None:
+        self.reasons: dict[int, WaitReason] = {}
+        self._first_id: int | None = None
+        self._num_ahead = 0
+
+    def add(
+        self, request: LlmRequest, reason: WaitReason, *, is_end: bool = False, is_own: bool = False
     ) -> None:
-        self._capacity = capacity
-        self._fitting = fitting
-        self._paused = paused
-        is_fitting = {id(request) for request in fitting}
-        self._others = [request for request in requests if id(request) not in is_fitting]
-        self._books: Budgets | None = None
-        if isinstance(capacity, (ReservingScheduler, MaxUtilizationScheduler)):
-            self._books = Budgets(
-                capacity.block_manager,
-                capacity.resources,
-                to_completion=isinstance(capacity, ReservingScheduler),
-                two_step_lookahead=isinstance(capacity, MaxUtilizationScheduler)
-                and capacity.two_step_lookahead,
+        """``request`` waits for ``reason``, unless one before it has ended the walk.
+
+        ``is_end``: it ends the walk. ``is_own``: the reason holds in any case.
+        """
+        request_id = request.request_id
+        if self._first_id is not None and not is_own:
+            reason = WaitReason(
+                WaitCode.BEHIND, behind_id=self._first_id, num_ahead=self._num_ahead
             )
-            self._books.blocks.promise(filter(is_started_context, requests))
-
-    def explain_paused(self) -> Iterator[tuple[int, WaitReason]]:
-        """For whom each was paused; afterwards the forecast holds what the decision leaves.
-
-        A request takes the room there is, or else that of the next victim. Victims left at the end
-        were paused for the first request that does not run, which may be one of them.
-        """
-        budgets = self._books
-        if budgets is None:
-            return
-        victims = list(reversed(self._paused))
-        limit = self._capacity.max_num_requests
-        for num_fitting, request in enumerate(self._fitting):
-            shortage = budgets.shortage(request)
-            while victims and (shortage is not None or num_fitting >= limit):
-                yield self._pause(budgets, victims.pop(), request, shortage)
-                shortage = budgets.shortage(request)
-            budgets.claim(request)
-        schedulable = (r for r in self._others if self._capacity.is_schedulable(r))
-        may_skip = budgets.blocks.is_beneficial_to_skip
-        current = next((r for r in schedulable if not may_skip(r)), None)
-        while victims:
-            assert current is not None, "a victim is not fitting"
-            yield self._pause(budgets, victims.pop(), current, budgets.shortage(current))
-
-    def explain_waiting(self) -> Iterator[tuple[int, WaitReason]]:
-        """Requests that may not hold cache: a bound for the first, a place for the others.
-
-        Where a request was paused the walk has ended, so those behind wait for that one.
-        """
-        paused = {id(request) for request in self._paused}
-        others = self._others
-        if not paused:  # contexts that hold blocks already are looked at first
-            others = sorted(others, key=lambda request: request.is_first_context_chunk)
-        first_id: int | None = None
-        num_ahead = 0
-        for request in others:
-            request_id = request.request_id
-            if not self._capacity.is_schedulable(request):
-                yield request_id, WaitReason(WaitCode.STATE)
-                continue
-            if id(request) in paused:
-                first_id = request_id if first_id is None else first_id
-            elif first_id is not None:
-                reason = WaitReason(WaitCode.BEHIND, behind_id=first_id, num_ahead=num_ahead)
-                yield request_id, reason
-            else:
-                reason, is_end = self._bound(request)
-                first_id = request_id if is_end else None
-                yield request_id, reason
-            num_ahead += 1
-
-    def _bound(self, request: LlmRequest) -> tuple[WaitReason, bool]:
-        """What stops the walk at ``request``, and whether it does: some are only passed over."""
-        capacity, budgets = self._capacity, self._books
-        is_static = isinstance(capacity, StaticBatchScheduler)
-        if budgets is not None and not is_static and budgets.blocks.is_beneficial_to_skip(request):
-            return WaitReason(WaitCode.SHARED_CONTEXT), False
-        if len(self._fitting) >= capacity.max_num_requests or budgets is None:
-            return WaitReason(WaitCode.MAX_REQUESTS, 1, capacity.max_num_requests), True
-        if is_static and any(r.is_generation_in_progress_state for r in self._fitting):
-            return WaitReason(WaitCode.STATIC_BATCH), True
-        shortage = budgets.shortage(request)
-        if shortage is not None and shortage.resource is not None:
-            _, needed, left = shortage
-            name = shortage.resource.name
-            is_end = shortage.ends_walk or isinstance(capacity, MaxUtilizationScheduler)
-            return WaitReason(WaitCode.RESOURCE, needed, left, resource=name), is_end
-        num_needed = budgets.needed_blocks(request)
-        return WaitReason(WaitCode.BLOCKS, num_needed, budgets.blocks.num_available), True
-
-    def _pause(
-        self, budgets: Budgets, victim: LlmRequest, other: LlmRequest, shortage: Shortage | None
-    ) -> tuple[int, WaitReason]:
-        needed = num_available = 0
-        if shortage is not None and shortage.resource is None:
-            _, needed, num_available = shortage
-        budgets.release(victim)
-        reason = WaitReason(WaitCode.PAUSED, needed, num_available, behind_id=other.request_id)
-        return victim.request_id, reason
+        elif is_end and self._first_id is None:
+            self._first_id = request_id
+        self.reasons[request_id] = reason
+        self._num_ahead += 1
 
 
-def _explain_idle(
+def _explain_capacity(
+    capacity: CapacityScheduler, requests: Sequence[LlmRequest], result: CapacityResult
+) -> dict[int, WaitReason]:
+    """Requests that may not hold cache: what each lacks, what it was paused for, or its place."""
+    fitting, paused = result
+    is_fitting = {id(request) for request in (*fitting, *result.fitting_disagg_gen_init)}
+    others = [request for request in requests if id(request) not in is_fitting]
+    if not paused:  # contexts that hold blocks already are looked at first
+        others.sort(key=lambda request: request.is_first_context_chunk)
+    waiting = _Waiting()
+    is_full = len(is_fitting) >= capacity.max_num_requests
+    for request in others:
+        request_id = request.request_id
+        if not capacity.is_schedulable(request):
+            waiting.reasons[request_id] = WaitReason(WaitCode.STATE)
+        elif request_id in result.pause_causes:
+            cause, shortage = result.pause_causes[request_id]
+            numbers = (0, 0) if shortage is None or shortage.resource is not None else shortage[1:]
+            reason = WaitReason(WaitCode.PAUSED, *numbers, behind_id=cause.request_id)
+            waiting.add(request, reason, is_end=True, is_own=True)
+        elif request_id in result.refused:
+            shortage = result.refused[request_id]
+            is_end = shortage is not None and (
+                shortage.ends_walk or isinstance(capacity, MaxUtilizationScheduler)
+            )
+            waiting.add(request, _reason_of(shortage), is_end=is_end)
+        elif is_full:
+            reason = WaitReason(WaitCode.MAX_REQUESTS, 1, capacity.max_num_requests)
+            waiting.add(request, reason, is_end=True)
+        elif isinstance(capacity, StaticBatchScheduler):
+            waiting.add(request, WaitReason(WaitCode.STATIC_BATCH), is_end=True)
+        else:
+            waiting.add(request, WaitReason(WaitCode.UNKNOWN))
+    return waiting.reasons
+
+
+def _reason_of(shortage: Shortage | None) -> WaitReason:
+    if shortage is None:
+        return WaitReason(WaitCode.SHARED_CONTEXT)
+    resource, num_needed, num_available = shortage
+    if resource is None:
+        return WaitReason(WaitCode.BLOCKS, num_needed, num_available)
+    return WaitReason(WaitCode.RESOURCE, num_needed, num_available, resource=resource.name)
+
+
+def _explain_batch(
     micro_batch: MicroBatchScheduler,
     fitting: Sequence[LlmRequest],
-    decision: Lists,
     inflight_request_ids: Collection[int],
-) -> Iterator[tuple[int, WaitReason]]:
+) -> dict[int, WaitReason]:
     """Requests that hold cache, or may, and still do not run in this iteration."""
-    context, generation, _ = decision
-    walk = _BatchWalk(micro_batch, context, generation, inflight_request_ids)
-    running = {id(request) for request in (*context, *generation)}
-    first_id: int | None = None
-    num_idle = 0
+    walk = micro_batch.walk(fitting, inflight_request_ids)
+    reasons = _explain_cut(micro_batch, walk)
+    taken = {id(request) for request in (*walk.encoders, *walk.context, *walk.generation)}
+    waiting = _Waiting()
+    bound: WaitReason | None = None
     for request in fitting:
-        if id(request) in running:
-            walk.count(request)
-            continue
-        if request.state is LlmRequestState.GENERATION_TO_COMPLETE:
-            continue  # its last token is being computed
-        if first_id is not None:
-            reason = WaitReason(WaitCode.BEHIND, behind_id=first_id, num_ahead=num_idle)
+        if request is walk.end:
+            bound = _bound_of(micro_batch, walk)
+        if request.request_id in reasons:
+            waiting.add(request, reasons[request.request_id], is_own=True)
+        elif id(request) in taken or request.state is LlmRequestState.GENERATION_TO_COMPLETE:
+            continue  # it runs, or its last token is being computed
+        elif bound is not None:
+            waiting.add(request, bound, is_end=True)
+        elif request.request_id in inflight_request_ids:
+            waiting.add(request, WaitReason(WaitCode.IN_FLIGHT))
+        elif not micro_batch.is_schedulable(request):
+            waiting.add(request, WaitReason(WaitCode.STATE))
         else:
-            reason, is_end = walk.bound(request)
-            first_id = request.request_id if is_end else None
-        num_idle += 1
-        yield request.request_id, reason
+            first = walk.generation[0].request_id
+            waiting.add(request, WaitReason(WaitCode.BEAMS, behind_id=first))
+    return waiting.reasons
 
 
-class _BatchWalk:
-    """The walk of the micro-batch scheduler again: how much is taken before each request."""
+def _bound_of(micro_batch: MicroBatchScheduler, walk: BatchWalk) -> WaitReason:
+    """What ended the walk: the tokens of the request at its end, or the size of the batch."""
+    budget = micro_batch.max_num_tokens
+    if budget is None or walk.end_cost == 0:
+        return WaitReason(WaitCode.BATCH, 1, micro_batch.max_batch_size)
+    return WaitReason(WaitCode.TOKENS, walk.end_cost, budget - walk.num_tokens)
 
-    def __init__(
-        self,
-        micro_batch: MicroBatchScheduler,
-        context: Sequence[LlmRequest],
-        generation: Sequence[LlmRequest],
-        inflight_request_ids: Collection[int],
-    ) -> None:
-        self._micro_batch = micro_batch
-        self._inflight_request_ids = inflight_request_ids
-        self._num_requests = self._num_tokens = 0
-        self._beam_request = generation[0] if generation else None
-        num_tokens = sum(map(self._cost, context)) + sum(map(self._cost, generation))
-        budget = micro_batch.max_num_tokens
-        self._num_tokens_left = 0 if budget is None else budget - num_tokens
-        self._has_contexts = any(request.is_context_init_state for request in context)
-        self._first_cut_id: int | None = None  # the one behind which none starts
-        self._num_cut = 0
 
-    def count(self, request: LlmRequest) -> None:
-        """``request`` runs."""
-        self._num_requests += 1
-        # Contexts that may be cut take what is left after the walk.
-        if not (request.is_context_init_state and self._micro_batch.chunking):
-            self._num_tokens += self._cost(request)
+def _explain_cut(micro_batch: MicroBatchScheduler, walk: BatchWalk) -> dict[int, WaitReason]:
+    """Contexts that may be cut and get nothing.
 
-    def bound(self, request: LlmRequest) -> tuple[WaitReason, bool]:
-        """Why ``request`` does not run, and whether the walk ends with it."""
-        micro_batch = self._micro_batch
-        until, after = micro_batch.no_schedule_until_state, micro_batch.no_schedule_after_state
-        if self._num_requests >= micro_batch.max_batch_size:
-            return WaitReason(WaitCode.BATCH, 1, micro_batch.max_batch_size), True
-        if request.request_id in self._inflight_request_ids:
-            return WaitReason(WaitCode.IN_FLIGHT), False
-        if not until <= request.state < after:
-            return WaitReason(WaitCode.STATE), False
-        chunking = micro_batch.chunking
-        if request.is_context_init_state and chunking is not None:
-            self._num_requests += 1
-            return self._cut(request, chunking.unit_size), False
-        cost, budget = self._cost(request), micro_batch.max_num_tokens
-        if budget is not None and self._num_tokens + cost > budget:
-            return WaitReason(WaitCode.TOKENS, cost, budget - self._num_tokens), True
-        other = self._beam_request
-        if other is None or other.beam_width == request.beam_width:
-            return WaitReason(WaitCode.UNKNOWN), False  # another scheduler decided
-        return WaitReason(WaitCode.BEAMS, behind_id=other.request_id), False
-
-    def _cut(self, request: LlmRequest, unit_size: int) -> WaitReason:
-        """A context that may be cut and gets nothing.
-
-        If even the first does not, none does; and none starts behind one that would start.
-        """
-        num_ahead, self._num_cut = self._num_cut, self._num_cut + 1
-        if request.is_first_context_chunk or not self._has_contexts:
-            first_id = self._first_cut_id
-            if first_id is not None:
-                return WaitReason(WaitCode.BEHIND, behind_id=first_id, num_ahead=num_ahead)
-            self._first_cut_id = request.request_id
-        smallest = min(self._micro_batch.num_tokens_to_compute(request), unit_size)
-        return WaitReason(WaitCode.TOKENS, smallest, self._num_tokens_left)
-
-    def _cost(self, request: LlmRequest) -> int:
-        if request.is_encoder_init_state:
-            return request.encoder_length
-        if not request.is_context_init_state:
-            return request.beam_width + request.num_draft_tokens
-        length = self._micro_batch.num_tokens_to_compute(request)
-        if self._micro_batch.chunking is None:
-            return length + request.num_draft_tokens
-        is_last = request.context_chunk_size >= length
-        return request.context_chunk_size + (request.num_chunk_drafts if is_last else 0)
+    If even the first does not, none does; and none starts behind one that would start.
+    """
+    chunking, budget = micro_batch.chunking, micro_batch.max_num_tokens
+    if chunking is None or budget is None:
+        return {}
+    running: set[int] = set()
+    num_left = budget - walk.num_tokens
+    for request, _, size, num_drafts in micro_batch.cut(walk.context, walk.num_tokens, chunking):
+        num_left -= size + num_drafts
+        if size > 0:
+            running.add(id(request))
+    waiting = _Waiting()
+    for request in walk.context:
+        if id(request) not in running:
+            smallest = min(micro_batch.num_tokens_to_compute(request), chunking.unit_size)
+            would_start = request.is_first_context_chunk or not running
+            reason = WaitReason(WaitCode.TOKENS, smallest, num_left)
+            waiting.add(request, reason, is_end=would_start, is_own=not would_start)
+    return waiting.reasons

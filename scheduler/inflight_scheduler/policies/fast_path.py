@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from inflight_scheduler.planning.active_requests import ActiveRequests
@@ -56,7 +56,10 @@ def schedule(
             contexts = [request for request in active.started if request.rank < end]
             generation = generation[: bisect_left(generation, end, key=_rank)]
         else:
-            contexts = _max_utilization(capacity, active, forecast)
+            fitting = list(active.started)
+            limit = capacity.max_num_requests - len(generation) - len(active.completing)
+            needed = forecast.needed_one_step
+            contexts = _with_fresh(fitting, limit, active, forecast, needed, may_skip=True)
     if contexts is None:
         return None
     chosen = _fill(micro_batch, contexts, len(generation))
@@ -103,26 +106,17 @@ def _reserving(capacity: CapacityScheduler, active: ActiveRequests) -> list[LlmR
         return None
     num_generating = len(active.generation) + len(active.completing)
     fitting = list(active.started)
-    limit = capacity.max_num_requests - num_generating
     may_skip = isinstance(capacity, GuaranteedNoEvictScheduler)
-    if may_skip:
-        forecast.promise(fitting)
-    elif num_generating > 0:
+    if not may_skip and num_generating > 0:
         return fitting
-    for request in active.fresh:
-        if may_skip and forecast.is_beneficial_to_skip(request):
-            continue
-        num_needed = forecast.needed_to_completion(request)
-        if len(fitting) >= limit or num_needed > forecast.num_available:
-            break
-        fitting.append(request)
-        forecast.claim(request, num_needed)
-    return fitting
+    limit = capacity.max_num_requests - num_generating
+    needed = forecast.needed_to_completion
+    return _with_fresh(fitting, limit, active, forecast, needed, may_skip=may_skip)
 
 
 def _make_room(active: ActiveRequests, forecast: BlockForecast) -> list[LlmRequest]:
-    """Give a block to each that opens one (beam width 1), in order, and pause for it who started
-    last, until there is one; a request that is itself the last is paused. Returns those paused."""
+    """Give a block to each that opens one (beam width 1), in order, and pause the request that
+    started last until there is one; that may be the request itself. Returns those paused."""
     due = active.due_requests()
     if len(due) <= forecast.num_available:
         forecast.num_available -= len(due)
@@ -140,19 +134,27 @@ def _make_room(active: ActiveRequests, forecast: BlockForecast) -> list[LlmReque
     return paused
 
 
-def _max_utilization(
-    capacity: MaxUtilizationScheduler, active: ActiveRequests, forecast: BlockForecast
+def _with_fresh(
+    fitting: list[LlmRequest],
+    limit: int,
+    active: ActiveRequests,
+    forecast: BlockForecast,
+    needed: Callable[[LlmRequest], int],
+    *,
+    may_skip: bool,
 ) -> list[LlmRequest]:
-    """Fitting contexts when all started requests continue, and have their blocks."""
-    fitting = list(active.started)
-    forecast.promise(fitting)
-    limit = capacity.max_num_requests - len(active.generation) - len(active.completing)
+    """``fitting``, up to ``limit`` contexts, and the first fresh ones that fit beside them.
+
+    None behind the first that does not fit has started, so none can be paused for it.
+    """
+    if may_skip:
+        forecast.promise(fitting)
     for request in active.fresh:
-        if forecast.is_beneficial_to_skip(request):
+        if may_skip and forecast.is_beneficial_to_skip(request):
             continue
-        num_needed = forecast.needed_one_step(request)
+        num_needed = needed(request)
         if len(fitting) >= limit or num_needed > forecast.num_available:
-            break  # none behind it has started, so none can be paused for it
+            break
         fitting.append(request)
         forecast.claim(request, num_needed)
     return fitting

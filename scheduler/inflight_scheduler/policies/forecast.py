@@ -51,7 +51,7 @@ class BlockForecast:
         if not manager.enable_reuse:
             self.num_available += manager.num_releasable_blocks(request.request_id)
             return
-        rows = manager.beams.rows_of(request.request_id)
+        rows = manager.beam_tables_of(request.request_id)
         for block_id in chain(manager.table_of(request.request_id), *rows):
             self._dropped[block_id] += 1
             is_last = self._dropped[block_id] == manager.ref_count(block_id)

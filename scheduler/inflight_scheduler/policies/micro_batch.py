@@ -14,18 +14,21 @@ enough of them the first would wait for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import add
+from typing import NamedTuple
 
 from inflight_scheduler.errors import ContextTooLong
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState
 
+_UNBOUNDED = 2**62
+
 
 class ContextChunkingPolicy(IntEnum):
-    """Who gets the tokens when not all contexts fit (values of the Executor API)."""
+    """Which contexts get tokens when not all contexts fit (values of the Executor API)."""
 
     FIRST_COME_FIRST_SERVED = 0
     EQUAL_PROGRESS = 1
@@ -51,10 +54,6 @@ class ContextChunking:
                 f"unit_size {self.unit_size} exceeds max_context_length={self.max_context_length}"
             )
 
-    def chunk_sizes(self, lengths: Sequence[int], capacity: int | None) -> list[int]:
-        """`chunks` of contexts without drafts."""
-        return self.chunks(lengths, [0] * len(lengths), capacity)[0]
-
     def chunks(
         self, lengths: Sequence[int], num_drafts: Sequence[int], capacity: int | None
     ) -> tuple[list[int], list[int]]:
@@ -66,57 +65,40 @@ class ContextChunking:
         cuts. Otherwise a last chunk keeps the drafts that complete its unit, as far as there is
         room. Where the first gets nothing, none does.
         """
+        longest = _UNBOUNDED if self.max_context_length is None else self.max_context_length
+        num_left = _UNBOUNDED if capacity is None else capacity
+        whole = list(map(add, lengths, num_drafts))
         if self.policy == ContextChunkingPolicy.FORCE_CHUNK:
-            sizes = self._force(lengths, capacity)
-        elif self._all_fit(list(map(add, lengths, num_drafts)), capacity):
+            sizes = self._force(lengths, num_left)
+        elif sum(whole) <= num_left and max(whole, default=0) <= longest:
             return list(lengths), list(num_drafts)
         elif self.policy == ContextChunkingPolicy.EQUAL_PROGRESS:
-            sizes = self._equal_progress(lengths, capacity)
+            sizes = self._equal_progress(lengths, num_left, longest)
         else:
-            sizes = self._first_come(lengths, capacity)
+            sizes = self._first_come(lengths, num_left, longest)
         if sizes[:1] == [0]:
             sizes = [0] * len(sizes)
-        return sizes, self._fit_drafts(lengths, sizes, num_drafts, capacity)
-
-    def _fit_drafts(
-        self,
-        lengths: Sequence[int],
-        sizes: Sequence[int],
-        num_drafts: Sequence[int],
-        capacity: int | None,
-    ) -> list[int]:
-        """How many drafts run with each chunk; all before a prompt's end wait."""
-        num_left = None if capacity is None else capacity - sum(sizes)
-        kept = []
-        for length, size, num_wanted in zip(lengths, sizes, num_drafts, strict=True):
-            num_kept = 0
-            if num_wanted > 0 and size == length:
+        num_left -= sum(sizes)
+        kept = [0] * len(sizes)
+        for index, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+            if size == length:
                 in_unit = -size % self.unit_size
-                num_kept = _least(num_wanted, in_unit, self._room(size), num_left)
-            if num_left is not None:
-                num_left -= num_kept
-            kept.append(num_kept)
-        return kept
+                kept[index] = min(num_drafts[index], in_unit, longest - size, num_left)
+                num_left -= kept[index]
+        return sizes, kept
 
-    def _all_fit(self, lengths: Sequence[int], capacity: int | None) -> bool:
-        longest = self.max_context_length
-        if longest is not None and any(length > longest for length in lengths):
-            return False
-        return capacity is None or sum(lengths) <= capacity
-
-    def _first_come(self, lengths: Sequence[int], capacity: int | None) -> list[int]:
+    def _first_come(self, lengths: Sequence[int], num_left: int, longest: int) -> list[int]:
         """The rest of each in turn; a chunk ends at a whole unit."""
         sizes = []
         for length in lengths:
-            size = _least(length, self.max_context_length, capacity)
+            size = min(length, longest, num_left)
             if size < length:
                 size -= size % self.unit_size
-            if capacity is not None:
-                capacity -= size
+            num_left -= size
             sizes.append(size)
         return sizes
 
-    def _equal_progress(self, lengths: Sequence[int], capacity: int | None) -> list[int]:
+    def _equal_progress(self, lengths: Sequence[int], num_left: int, longest: int) -> list[int]:
         """One unit each per round. One that was skipped stays skipped: room only shrinks."""
         sizes = [0] * len(lengths)
         growing = list(range(len(lengths)))
@@ -125,32 +107,38 @@ class ContextChunking:
             for index in growing:
                 size = sizes[index]
                 step = min(self.unit_size, lengths[index] - size)
-                if step == 0 or step > _least(step, capacity, self._room(size)):
-                    continue
-                sizes[index] += step
-                if capacity is not None:
-                    capacity -= step
-                still_growing.append(index)
+                if 0 < step <= min(num_left, longest - size):
+                    sizes[index] += step
+                    num_left -= step
+                    still_growing.append(index)
             growing = still_growing
         return sizes
 
-    def _room(self, size: int) -> int | None:
-        return None if self.max_context_length is None else self.max_context_length - size
-
-    def _force(self, lengths: Sequence[int], capacity: int | None) -> list[int]:
-        """One unit of each, none for whom it does not fit."""
+    def _force(self, lengths: Sequence[int], num_left: int) -> list[int]:
+        """One unit of each, none where it does not fit."""
         sizes = []
         for length in lengths:
             size = min(length, self.unit_size)
-            if capacity is not None:
-                size = size if size <= capacity else 0
-                capacity -= size
+            size = size if size <= num_left else 0
+            num_left -= size
             sizes.append(size)
         return sizes
 
 
-def _least(number: int, *bounds: int | None) -> int:
-    return min(number, *(bound for bound in bounds if bound is not None), number)
+class BatchWalk(NamedTuple):
+    """How the walk over the fitting requests went: what was taken, and where it ended.
+
+    ``num_tokens`` are those of encoders, generation and contexts that run whole. ``end`` is the
+    first request that was refused: ``end_cost`` tokens are too many, or, if that is 0, the batch is
+    full. Requests before it that were not taken have another beam width, or cannot run.
+    """
+
+    encoders: list[LlmRequest]
+    context: list[LlmRequest]
+    generation: list[LlmRequest]
+    num_tokens: int
+    end: LlmRequest | None
+    end_cost: int
 
 
 class MicroBatchScheduler:
@@ -210,6 +198,15 @@ class MicroBatchScheduler:
         the order of its adapters (``lora_task_id``), those without one first.
         Raises `ContextTooLong` for a context that no iteration can hold.
         """
+        walk = self.walk(fitting_requests, inflight_request_ids)
+        chosen = _by_adapter(walk.encoders) + self.set_chunks(walk.context, walk.num_tokens)
+        return chosen, _by_adapter(walk.generation)
+
+    def walk(
+        self, fitting_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int] = ()
+    ) -> BatchWalk:
+        """The first half of `schedule`: which requests are taken, before contexts are cut."""
+        end, end_cost = None, 0
         encoders: list[LlmRequest] = []
         context: list[LlmRequest] = []
         generation: list[LlmRequest] = []
@@ -218,6 +215,7 @@ class MicroBatchScheduler:
         num_left, num_tokens = self.max_batch_size, 0
         for request in fitting_requests:
             if num_left == 0:
+                end = request
                 break
             state = request.state
             if not until <= state < after or request.request_id in inflight_request_ids:
@@ -231,6 +229,7 @@ class MicroBatchScheduler:
             else:
                 cost = request.beam_width + len(request.draft_tokens)
             if budget is not None and num_tokens + cost > budget:
+                end, end_cost = request, cost
                 break
             if is_context:
                 context.append(request)
@@ -242,8 +241,11 @@ class MicroBatchScheduler:
                 generation.append(request)
             num_tokens += cost
             num_left -= 1
-        chosen = _by_adapter(encoders) + self.set_chunks(context, num_tokens)
-        return chosen, _by_adapter(generation)
+        return BatchWalk(encoders, context, generation, num_tokens, end, end_cost)
+
+    def is_schedulable(self, request: LlmRequest) -> bool:
+        """True when the state of ``request`` lies inside the gate."""
+        return self.no_schedule_until_state <= request.state < self.no_schedule_after_state
 
     def num_tokens_to_compute(self, request: LlmRequest) -> int:
         """Prompt tokens left, without those that a fresh context finds in the reuse cache."""
@@ -253,34 +255,39 @@ class MicroBatchScheduler:
         return num_tokens
 
     def set_chunks(self, context: list[LlmRequest], num_other_tokens: int) -> list[LlmRequest]:
-        """The contexts that run, cut to what ``num_other_tokens`` leave of the budget.
+        """The contexts that run, cut to what ``num_other_tokens`` leave of the budget."""
+        if self.chunking is None or not context:
+            return _by_adapter(context)
+        unfinished: list[LlmRequest] = []
+        last: list[LlmRequest] = []
+        for request, length, size, num_drafts in self.cut(context, num_other_tokens, self.chunking):
+            if size > 0:
+                request.context_chunk_size = size
+                request.num_chunk_drafts = num_drafts
+                (last if size == length else unfinished).append(request)
+        return _by_adapter(unfinished) + _by_adapter(last)
+
+    def cut(
+        self, context: list[LlmRequest], num_other_tokens: int, chunking: ContextChunking
+    ) -> Iterable[tuple[LlmRequest, int, int, int]]:
+        """Each context with the tokens it has left, how many of them run, and drafts beside them.
 
         None starts behind one that would start and gets nothing, however little it needs:
         beside a long prompt that is cut, short ones would pass the next long one without end. That
         is a departure from the published rule; less than a unit is left over.
         """
-        if self.chunking is None or not context:
-            return _by_adapter(context)
         budget = self.max_num_tokens
         capacity = None if budget is None else budget - num_other_tokens
-        lengths, sizes, kept = self._cut(context, self.chunking, capacity)
+        lengths, sizes, kept = self._chunks(context, chunking, capacity)
         allowed = _without_held_up(context, sizes)
         if len(allowed) < len(context):
             context = allowed
-            lengths, sizes, kept = self._cut(context, self.chunking, capacity)
-        unfinished: list[LlmRequest] = []
-        last: list[LlmRequest] = []
-        for request, length, size, num_kept in zip(context, lengths, sizes, kept, strict=True):
-            if size > 0:
-                request.context_chunk_size = size
-                request.num_chunk_drafts = num_kept
-                (last if size == length else unfinished).append(request)
-        return _by_adapter(unfinished) + _by_adapter(last)
+            lengths, sizes, kept = self._chunks(context, chunking, capacity)
+        return zip(context, lengths, sizes, kept, strict=True)
 
-    def _cut(
+    def _chunks(
         self, context: list[LlmRequest], chunking: ContextChunking, capacity: int | None
     ) -> tuple[list[int], list[int], list[int]]:
-        """What each has left, how much of that runs, and how many drafts beside it."""
         lengths = [self.num_tokens_to_compute(request) for request in context]
         num_drafts = [len(request.draft_tokens) for request in context]
         return lengths, *chunking.chunks(lengths, num_drafts, capacity)

@@ -9,7 +9,7 @@ blocks themselves are such a forecast (`BlockForecast`), and so are
 - `PeftPages`: the pages of LoRA adapters, taken once for all requests with the same adapter.
 
 Write another class with these members for whatever else must not run out. Deciding only counts:
-who takes and gives back is the owner of the resource, as `BatchPlanner` is for the KV blocks.
+taking and giving back is left to the owner of the resource, as to `BatchPlanner` for KV blocks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Forecast(Protocol):
 class Resource(Protocol):
     """Something that can run out. ``name`` completes "12 of 8 ...", in the plural.
 
-    ``ends_walk``: who lacks it is not passed by those behind, as with blocks; else only this one
-    waits. ``serves_encoder``: requests with an encoder can run.
+    ``ends_walk``: a request that lacks it is not passed by those behind, as with blocks; else only
+    this one waits.
     """
 
     @property
@@ -55,8 +55,6 @@ class Resource(Protocol):
     def num_total(self) -> int: ...
     @property
     def ends_walk(self) -> bool: ...
-    @property
-    def serves_encoder(self) -> bool: ...
 
     def forecast(self) -> Forecast:
         """How much is left now."""
@@ -70,7 +68,6 @@ class WindowBlocks:
 
     __slots__ = ("block_manager",)
     ends_walk = True
-    serves_encoder = False
 
     def __init__(self, block_manager: BlockManager) -> None:
         """Raises `ValueError` for a manager with block reuse: that needs a uniform window."""
@@ -100,12 +97,14 @@ class WindowBlocks:
 
 
 class CrossBlocks:
-    """KV blocks of encoder outputs: all of them are taken with the first context chunk."""
+    """KV blocks of encoder outputs: all of them are taken with the first context chunk.
+
+    Requests with an encoder need this resource.
+    """
 
     __slots__ = ("block_manager",)
     name = "cross KV blocks"
     ends_walk = True
-    serves_encoder = True
 
     def __init__(self, block_manager: BlockManager) -> None:
         self.block_manager = block_manager
@@ -133,7 +132,6 @@ class _CrossForecast:
 
     def needed_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
         """All at context position 0, then none; the encoder itself takes none."""
-        del two_step_lookahead
         is_later = request.is_generation_in_progress_state or not request.is_first_context_chunk
         if is_later or request.is_encoder_init_state:
             return 0
@@ -144,7 +142,6 @@ class _CrossForecast:
         return self.needed_one_step(request)
 
     def claim(self, request: LlmRequest, num_needed: int) -> None:
-        del request
         self.num_available -= num_needed
 
     def release(self, request: LlmRequest) -> None:
@@ -161,7 +158,6 @@ class PeftPages:
     __slots__ = ("num_total", "pages_of_task")
     name = "PEFT pages"
     ends_walk = False
-    serves_encoder = False
 
     def __init__(self, num_pages: int, pages_of_task: Callable[[int], int]) -> None:
         if num_pages < 1:
@@ -189,10 +185,8 @@ class _PeftForecast:
 
     def needed_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
         """The adapter must be there for every step."""
-        del two_step_lookahead
-        if request.lora_task_id in self._claimed_tasks:
-            return 0
-        return self._pages.needed_alone(request)
+        is_claimed = request.lora_task_id in self._claimed_tasks
+        return 0 if is_claimed else self._pages.needed_alone(request)
 
     def needed_to_completion(self, request: LlmRequest) -> int:
         return self.needed_one_step(request)
@@ -223,10 +217,11 @@ class Budgets:
     """KV blocks and all further resources during one decision.
 
     ``to_completion``: requests claim what they take until their last token, else what the next
-    step takes (``two_step_lookahead``: the next two).
+    step takes (``two_step_lookahead``: the next two). ``refused`` has those that were not accepted,
+    by id: what each lacks, or None if it waits for the context of another.
     """
 
-    __slots__ = ("_further", "_to_completion", "_two_step_lookahead", "blocks")
+    __slots__ = ("_further", "_to_completion", "_two_step_lookahead", "blocks", "refused")
 
     def __init__(
         self,
@@ -237,34 +232,29 @@ class Budgets:
         two_step_lookahead: bool = False,
     ) -> None:
         self.blocks = BlockForecast(block_manager)
+        self.refused: dict[int, Shortage | None] = {}
         self._further = [(resource, resource.forecast()) for resource in resources]
         self._to_completion = to_completion
         self._two_step_lookahead = two_step_lookahead
 
-    def needed_blocks(self, request: LlmRequest) -> int:
-        """KV blocks that ``request`` would claim."""
-        return self._needed_of(self.blocks, request)
-
     def claim(self, request: LlmRequest) -> None:
         """``request`` runs in any case."""
-        self._take(request, self.needed_blocks(request))
+        self._take(request, self._needed_of(self.blocks, request))
 
     def try_claim(self, request: LlmRequest) -> Shortage | None:
-        """Accept ``request`` if everything is there; else nothing changes.
+        """Accept ``request`` if everything is there; else only ``refused`` changes.
 
         A shortage that ends the walk is told before one that does not.
         """
-        num_needed = self.needed_blocks(request)
-        shortage = self._lack(request, num_needed)
+        num_needed = self._needed_of(self.blocks, request)
+        shortage = self._shortage(request, num_needed)
         if shortage is None:
             self._take(request, num_needed)
+        else:
+            self.refused[request.request_id] = shortage
         return shortage
 
-    def shortage(self, request: LlmRequest) -> Shortage | None:
-        """What `try_claim` would answer; nothing changes."""
-        return self._lack(request, self.needed_blocks(request))
-
-    def _lack(self, request: LlmRequest, num_needed_blocks: int) -> Shortage | None:
+    def _shortage(self, request: LlmRequest, num_needed_blocks: int) -> Shortage | None:
         if num_needed_blocks > self.blocks.num_available:
             return Shortage(None, num_needed_blocks, self.blocks.num_available)
         found = None

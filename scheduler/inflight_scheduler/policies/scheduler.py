@@ -8,19 +8,18 @@ apply (`BatchPlanner.plan`); until the last step there is nothing to roll back.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 
 from inflight_scheduler.kv.block_manager import BlockManager
 from inflight_scheduler.policies import fast_path
 from inflight_scheduler.policies.capacity import (
     POLICIES,
-    CapacityResult,
     CapacityScheduler,
     MaxRequestsScheduler,
 )
 from inflight_scheduler.policies.micro_batch import ContextChunking, MicroBatchScheduler
-from inflight_scheduler.policies.resources import Resource
+from inflight_scheduler.policies.resources import CrossBlocks, Resource
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState
 
@@ -62,15 +61,6 @@ class RequestScheduler(ABC):
         """
 
 
-class ScheduleResult(tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]):
-    """``(context_requests, generation_requests, paused_requests)``.
-
-    Beside them ``fitting_disagg_gen_init``, as in `CapacityResult`.
-    """
-
-    fitting_disagg_gen_init: list[LlmRequest]
-
-
 class SimpleScheduler(RequestScheduler):
     """The default: what fits, by the capacity scheduler; of that, what runs, by the other one.
 
@@ -89,54 +79,17 @@ class SimpleScheduler(RequestScheduler):
 
     def schedule_request(
         self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
-    ) -> ScheduleResult:
+    ) -> tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]:
         """Raises `ContextTooLong` (see `refusal_reason`, which prevents it at admission)."""
         if self._has_fast_path and not inflight_request_ids:
             decision = fast_path.schedule(
                 self.capacity_scheduler, self.micro_batch_scheduler, active_requests
             )
             if decision is not None:
-                return _as_result(decision, [])
-        fits = self.capacity_scheduler.schedule_request(active_requests)
-        fitting, paused = fits
+                return decision
+        fitting, paused = self.capacity_scheduler.schedule_request(active_requests)
         context, generation = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
-        # A scheduler of the user may return a plain pair.
-        disagg = fits.fitting_disagg_gen_init if isinstance(fits, CapacityResult) else []
-        return _as_result((context, generation, paused), disagg)
-
-
-def _as_result(decision: fast_path.Decision, disagg: list[LlmRequest]) -> ScheduleResult:
-    result = ScheduleResult(decision)
-    result.fitting_disagg_gen_init = disagg
-    return result
-
-
-def make_capacity_scheduler(
-    policy: CapacitySchedulerPolicy | str,
-    block_manager: BlockManager | None,
-    max_num_requests: int,
-    *,
-    two_step_lookahead: bool = False,
-    resources: Sequence[Resource] = (),
-) -> CapacityScheduler:
-    """The capacity scheduler of ``policy``, a registered name or one of the Executor API's.
-
-    Without a block manager only the count limits.
-
-    With a resource that serves encoders the gate opens at ENCODER_INIT. Raises `ValueError` for
-    such a one under MAX_UTILIZATION, and for resources without a block manager.
-    """
-    if block_manager is None:
-        if resources:
-            raise ValueError("resources need a block_manager: without one only a count limits")
-        return MaxRequestsScheduler(max_num_requests)
-    return POLICIES[policy_name(policy)].create(
-        max_num_requests,
-        block_manager,
-        two_step_lookahead=two_step_lookahead,
-        resources=resources,
-        no_schedule_until_state=_first_state(resources),
-    )
+        return context, generation, paused
 
 
 def policy_name(policy: CapacitySchedulerPolicy | str) -> str:
@@ -156,11 +109,6 @@ def find_policy(policy: CapacitySchedulerPolicy | str) -> CapacitySchedulerPolic
     return CapacitySchedulerPolicy.__members__.get(name.upper(), name)
 
 
-def _first_state(resources: Sequence[Resource]) -> LlmRequestState:
-    has_encoder = any(resource.serves_encoder for resource in resources)
-    return LlmRequestState.ENCODER_INIT if has_encoder else LlmRequestState.CONTEXT_INIT
-
-
 def make_scheduler(
     policy: CapacitySchedulerPolicy | str,
     block_manager: BlockManager | None,
@@ -172,17 +120,31 @@ def make_scheduler(
     two_step_lookahead: bool = False,
     resources: Sequence[Resource] = (),
 ) -> SimpleScheduler:
-    """A `SimpleScheduler` for ``policy``; ``max_num_requests`` None means ``max_batch_size``.
+    """The scheduler of ``policy``, a registered name or one of the Executor API's.
 
-    ``chunking`` None: a context runs whole. ``resources``: see `make_capacity_scheduler`.
+    Without a block manager only the count limits. ``max_num_requests`` None means
+    ``max_batch_size``, ``chunking`` None that contexts run whole. With `CrossBlocks` among the
+    ``resources`` the gate opens at ENCODER_INIT. Raises `ValueError` for these under
+    MAX_UTILIZATION, and for resources without a block manager.
     """
-    capacity_scheduler = make_capacity_scheduler(
-        policy,
-        block_manager,
-        max_batch_size if max_num_requests is None else max_num_requests,
-        two_step_lookahead=two_step_lookahead,
-        resources=resources,
-    )
+    has_encoder = any(isinstance(resource, CrossBlocks) for resource in resources)
+    first_state = LlmRequestState.ENCODER_INIT if has_encoder else LlmRequestState.CONTEXT_INIT
+    if max_num_requests is None:
+        max_num_requests = max_batch_size
+    capacity_scheduler: CapacityScheduler
+    if block_manager is not None:
+        make: Callable[..., CapacityScheduler] = POLICIES[policy_name(policy)]
+        capacity_scheduler = make(
+            max_num_requests,
+            block_manager,
+            two_step_lookahead=two_step_lookahead,
+            resources=resources,
+            no_schedule_until_state=first_state,
+        )
+    elif resources:
+        raise ValueError("resources need a block_manager: without one only a count limits")
+    else:
+        capacity_scheduler = MaxRequestsScheduler(max_num_requests)
     micro_batch_scheduler = MicroBatchScheduler(
         max_batch_size,
         max_num_tokens,
@@ -190,6 +152,6 @@ def make_scheduler(
         count_reusable_tokens=block_manager.count_reusable_tokens
         if block_manager is not None and block_manager.enable_reuse
         else None,
-        no_schedule_until_state=_first_state(resources),
+        no_schedule_until_state=first_state,
     )
     return SimpleScheduler(capacity_scheduler, micro_batch_scheduler)

@@ -41,17 +41,10 @@ def test_the_command_says_which_of_these_requests_no_server_takes() -> None:
     assert f"max_num_tokens is 8,190: a longer prompt {text}" in done.stdout
 
 
-def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
-    done = run(plan, tmp_path)
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: ")
-    assert "no config.json" in done.stderr
-    assert "is no size" in run(plan, DEMO_MODEL, "--gpu-memory", "much").stderr
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--gpu-memory", "much"], "is no size: write 80GiB"),
         (["--max-seq-len", 100_000], "max_seq_len (100000) is above the checkpoint's max_positi"),
         (["--max-seq-len", 10**11], "max_seq_len (100000000000) is above the checkpoint's"),
         (["--gpu-memory", "9" * 400], "is above 1 EiB"),
@@ -64,11 +57,19 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     ],
 )
 def test_what_no_server_takes_is_refused(options: list[object], message: str) -> None:
+    """In one line."""
     done = run(plan, DEMO_MODEL, *options)
     assert (done.exit_code, done.stdout) == (1, "")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
     assert len(done.stderr) < 200
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    done = run(plan, tmp_path)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    assert "no config.json" in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--max-tokens", "--max-num-tokens", "--max-seq-len"])

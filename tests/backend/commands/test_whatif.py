@@ -53,16 +53,19 @@ def test_larger_batches_than_recorded_are_marked(recording: Path) -> None:
     assert "* batches larger than any recorded (5): " in done.stdout
 
 
-def test_the_range_of_the_first_token_holds_the_prediction(recording: Path) -> None:
-    answer = json.loads(run(whatif, recording, "--kv-blocks", 40, "--json").stdout)
+def test_json_has_the_tokens_that_were_recorded(recording: Path) -> None:
+    """The range of the first token holds the prediction; what was measured has none."""
+    answer = json.loads(run(whatif, recording, "--max-batch-size", 10, "--json").stdout)
     assert {"base", "mean_noise"} < set(answer["cost_model"])
     assert "noise" not in answer["cost_model"], "thousands of numbers"
-    rows = answer["rows"]
-    assert rows[0]["ttft_p50_range"] is None, "what was measured is no prediction"
-    for row in rows[1:]:
+    measured, *predicted = answer["rows"]
+    assert [row["num_tokens"] for row in answer["rows"]] == [sum(range(21, 41))] * 3
+    assert measured["ttft_p50_range"] is None
+    for row in predicted:
         low, high = row["ttft_p50_range"]
         assert low <= row["ttft_p50"] <= high
         assert low < high
+    assert predicted[1]["ttft_p99"] < predicted[0]["ttft_p99"]
 
 
 def test_a_scheduler_of_the_user_beside_the_recorded_one(recording: Path) -> None:
@@ -75,40 +78,34 @@ def test_a_scheduler_of_the_user_beside_the_recorded_one(recording: Path) -> Non
     assert [row["max_batch"] for row in rows[1:]] == [5, 5, 1, 1]
 
 
-def test_a_ring_says_whom_it_does_not_know_to_the_end(tmp_path: Path) -> None:
+@pytest.fixture
+def ring(tmp_path: Path) -> Path:
     path = tmp_path / "ring.jsonl"
     path.write_text(long_ring(), encoding="ascii")
-    lines = run(whatif, path).stdout.splitlines()
+    return path
+
+
+def test_a_ring_counts_the_requests_that_it_does_not_know_to_the_end(ring: Path) -> None:
+    lines = run(whatif, ring).stdout.splitlines()
     assert any(line.startswith("20 requests more, in flight when the recordi") for line in lines)
     assert any(line.startswith("3 requests had not ended when the recording did") for line in lines)
-    content = json.loads(run(whatif, path, "--json").stdout)
-    assert (content["num_in_flight_at_start"], content["num_unended"]) == (20, 3)
-    content = json.loads(run(whatif, path, "--rate", 5, "--num-requests", 3, "--json").stdout)
-    assert (content["num_in_flight_at_start"], content["num_unended"]) == (0, 0), "made up"
+    for options, counts in (([], (20, 3)), (["--rate", 5, "--num-requests", 3], (0, 0))):
+        content = json.loads(run(whatif, ring, *options, "--json").stdout)
+        assert (content["num_in_flight_at_start"], content["num_unended"]) == counts
 
 
 def test_a_prediction_that_goes_on_and_on_is_an_error_of_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ring: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three have hundreds of tokens to come; requests that are made up take as long as asked."""
+    """Three have hundreds of tokens to come; random requests take as long as asked."""
     monkeypatch.setattr("inflight_recorder.whatif.MIN_STEPS", 500)
     monkeypatch.setattr("inflight_recorder.whatif.STEPS_PER_STEP", 0)
-    path = tmp_path / "ring.jsonl"
-    path.write_text(long_ring(), encoding="ascii")
-    done = run(whatif, path)
+    done = run(whatif, ring)
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("error: this prediction takes more than 500 steps (iterations, ")
     assert done.stderr.count("\n") == 1
-    done = run(whatif, path, "--rate", 5, "--num-requests", 9)
+    done = run(whatif, ring, "--rate", 5, "--num-requests", 9)
     assert done.exit_code == 0, done.stderr
-
-
-def test_json_and_the_tokens_are_those_recorded(recording: Path) -> None:
-    done = run(whatif, recording, "--max-batch-size", 10, "--json")
-    rows = {row["setting"]: row for row in json.loads(done.stdout)["rows"]}
-    tokens = sum(20 + i for i in range(1, 21))
-    assert [row["num_tokens"] for row in rows.values()] == [tokens] * 3
-    assert rows["max_batch_size=10"]["ttft_p99"] < rows["as recorded"]["ttft_p99"]
 
 
 def test_a_pool_too_small_refuses(recording: Path) -> None:
@@ -127,44 +124,13 @@ def test_a_made_up_workload_and_saved_predictions(recording: Path, tmp_path: Pat
 
 
 def test_the_recording_is_not_overwritten(recording: Path, tmp_path: Path) -> None:
-    for name, options in (
-        ("as-recorded.jsonl", ["--save", tmp_path]),
-        ("num_blocks=40.jsonl", ["--save", tmp_path, "--kv-blocks", 40]),
-    ):
-        path = tmp_path / name
-        path.write_bytes(recording.read_bytes())
-        done = run(whatif, path, *options)
-        assert (done.exit_code, done.stdout) == (1, "")
-        assert done.stderr.endswith(f"{path} is the recording: choose another name\n")
-        assert path.read_bytes() == recording.read_bytes()
-        path.unlink()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_pipe_is_read_once(recording: Path) -> None:
-    with piped(recording) as path:
-        done = run(whatif, path)
-    assert done.exit_code == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--policy", "best"], "--policy best: choose one of guaranteed_no_evict"),
-        (["--rate", "5", "--prompt", "9-3"], "--prompt 9-3: write a number of tokens, or two"),
-        (["--rate", "5", "--output", "x"], "--output x: write a number of tokens, or two"),
-        (["--kv-blocks", str(10**18)], "num_blocks: Expected `int` <= 4194304"),
-        (
-            [x for k in range(MAX_VARIANTS + 1) for x in ("--kv-blocks", str(40 + k))],
-            f"{MAX_VARIANTS + 1} combinations are more than",
-        ),
-    ],
-)
-def test_errors_are_one_line(recording: Path, options: list[str], message: str) -> None:
-    done = run(whatif, recording, *options)
-    assert done.exit_code == 1
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    path = tmp_path / "num_blocks=40.jsonl"
+    path.write_bytes(recording.read_bytes())
+    done = run(whatif, path, "--save", tmp_path, "--kv-blocks", 40)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.endswith(f"{path} is the recording: choose another name\n")
+    assert path.read_bytes() == recording.read_bytes()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
@@ -192,8 +158,8 @@ def test_the_requests_of_a_trace_are_run_instead(recording: Path, tmp_path: Path
     assert [row["num_tokens"] for row in rows("--num-requests", 2, "--kv-blocks", 9)] == [3, 3]
     (often,) = rows("--rate", 100)
     assert often["seconds"] < alone["seconds"] - 3  # slow iterations are in both
-    with piped(trace) as pipe:
-        done = run(whatif, recording, "--trace", pipe)
+    with piped(trace) as trace_pipe, piped(recording) as recording_pipe:
+        done = run(whatif, recording_pipe, "--trace", trace_pipe)
     assert "5 requests; an iteration is predicted within" in done.stdout
     assert "1 request more of the trace, without a prompt or without an answer: left out." in (
         done.stdout
@@ -206,6 +172,14 @@ def test_the_requests_of_a_trace_are_run_instead(recording: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--policy", "best"], "--policy best: choose one of guaranteed_no_evict"),
+        (["--rate", "5", "--prompt", "9-3"], "--prompt 9-3: write a number of tokens, or two"),
+        (["--rate", "5", "--output", "x"], "--output x: write a number of tokens, or two"),
+        (["--kv-blocks", str(10**18)], "num_blocks: Expected `int` <= 4194304"),
+        (
+            [x for k in range(MAX_VARIANTS + 1) for x in ("--kv-blocks", str(40 + k))],
+            f"{MAX_VARIANTS + 1} combinations are more than",
+        ),
         (["--trace", "nowhere.csv"], "nowhere.csv cannot be read: No such file"),
         (["--trace", "{}"], "line 2: TIMESTAMP is 'soon': a time is expected, or a date"),
         (["--trace", "{}", "--trace-columns", "a,b"], "--trace-columns a,b: write three names"),
@@ -213,19 +187,19 @@ def test_the_requests_of_a_trace_are_run_instead(recording: Path, tmp_path: Path
         (["--trace", "{}", "--rate", "1", "--speed", "2"], "--speed is about the times of the tra"),
         (["--speed", "2"], "--speed is about a trace: name its file with --trace"),
         (["--rate", "2", "--trace-block", "16"], "--trace-block is about a trace"),
-        (["--trace", "{}", "--prompt", "9"], "--prompt is about requests that are made up: give"),
-        (["--trace", "{}", "--rate", "2", "--output", "9"], "--output is about requests that are"),
-        (["--output", "9"], "--output is about requests that are made up: give their --rate"),
-        (["--trace", "{}", "--seed", "0"], "--seed is about requests that come at random: give"),
-        (["--num-requests", "9"], "--num-requests is about others than the recorded ones: give"),
+        (["--trace", "{}", "--prompt", "9"], "--prompt is about random requests: give"),
+        (["--trace", "{}", "--rate", "2", "--output", "9"], "--output is about random requests"),
+        (["--output", "9"], "--output is about random requests: give their --rate"),
+        (["--trace", "{}", "--seed", "0"], "--seed is about random arrivals: give"),
+        (["--num-requests", "9"], "--num-requests is about others than the recorded requests"),
     ],
 )
-def test_a_trace_that_cannot_be_and_options_that_would_count_for_nothing(
+def test_errors_are_one_line(
     recording: Path, tmp_path: Path, options: list[str], message: str
 ) -> None:
     trace = tmp_path / "azure.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,1\n", encoding="ascii")
     done = run(whatif, recording, *(option.format(trace) for option in options))
-    assert done.exit_code == 1
+    assert (done.exit_code, done.stdout) == (1, "")
     assert message in done.stderr
-    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1

@@ -14,6 +14,7 @@ from support.manager_harness import (
     Recorder,
     request,
     running,
+    serve,
 )
 from support.triton_stub import CountingEngine
 
@@ -91,28 +92,6 @@ def test_unknown_policy_is_refused_with_the_known_ones(name: str) -> None:
         pass
 
 
-def test_name_of_an_executor_policy_is_that_policy() -> None:
-    with running(Recorder(), policy="max_utilization") as manager:
-        assert manager.policy is CapacitySchedulerPolicy.MAX_UTILIZATION
-
-
-@pytest.mark.contract("tensorrt_llm parameter", "enable_chunked_context")
-@pytest.mark.parametrize("chunking", list(ContextChunkingPolicy), ids=lambda each: each.name)
-@pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION, STATIC_BATCH])
-def test_prompt_above_max_num_tokens_runs_in_chunks(
-    policy: CapacitySchedulerPolicy, chunking: ContextChunkingPolicy
-) -> None:
-    prompts = [[10 * i + k for k in range(30)] for i in (1, 2, 3)]
-    recorder = Recorder([request(i, prompt, 5) for i, prompt in enumerate(prompts)])
-    engine = CountingEngine(num_blocks=40, max_num_tokens=16)
-    options = params(enable_chunked_context=True, context_chunking_policy=chunking)
-    with running(recorder, engine, policy, params=options):
-        recorder.wait_for_finals(0, 1, 2)
-    for i, prompt in enumerate(prompts):
-        assert recorder.tokens(i) == list(range(prompt[-1] + 1, prompt[-1] + 6))
-    assert max(batch.num_tokens for batch in engine.batches) <= 16
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,9 +101,11 @@ def test_prompt_above_max_num_tokens_runs_in_chunks(
     ],
 )
 def test_prompt_above_max_num_tokens_is_refused_without_chunks(options: dict[str, Any]) -> None:
-    recorder = Recorder([request(1, list(range(30)), 5, streaming=False)])
-    with running(recorder, CountingEngine(max_num_tokens=16), **options):
-        recorder.wait_for_finals(1)
+    recorder = serve(
+        [request(1, list(range(30)), 5, streaming=False)],
+        CountingEngine(max_num_tokens=16),
+        **options,
+    )
     text = recorder.responses[1][0][2]
     assert "set enable_chunked_context" in text
     assert "30" in text
@@ -137,9 +118,11 @@ def test_contexts_are_chunked_by_default_where_max_seq_len_is_above_max_num_toke
     max_seq_len: int, is_chunked: bool
 ) -> None:
     engine = CountingEngine(max_num_tokens=16, max_seq_len=max_seq_len)
-    recorder = Recorder([request(i, list(range(i, i + 12)), 3) for i in (1, 2)])
-    with running(recorder, engine, params=params(kv_cache_config=KvCacheConfig(None, 0.9, False))):
-        recorder.wait_for_finals(1, 2)
+    serve(
+        [request(i, list(range(i, i + 12)), 3) for i in (1, 2)],
+        engine,
+        params=params(kv_cache_config=KvCacheConfig(None, 0.9, False)),
+    )
     chunks = [chunk for batch in engine.batches for chunk in batch.context_chunks]
     assert any(not chunk.is_last for chunk in chunks) == is_chunked
 
@@ -172,27 +155,17 @@ def test_text_that_a_pause_would_recompute_must_fit_an_iteration(
     policy: CapacitySchedulerPolicy, scheduler_class: str | None, is_refused: bool
 ) -> None:
     """Of 10 prompt tokens and 8 more, 17 may be computed again; 16 fit."""
-    recorder = Recorder([request(1, range(10), 8), request(2, range(10), 7)])
     options = params(scheduler_class=scheduler_class, enable_chunked_context=False)
-    with running(recorder, CountingEngine(max_num_tokens=16), policy, params=options):
-        recorder.wait_for_finals(1, 2)
+    recorder = serve(
+        [request(1, range(10), 8), request(2, range(10), 7)],
+        CountingEngine(max_num_tokens=16),
+        policy,
+        params=options,
+    )
     assert recorder.tokens(2) == list(range(10, 17))
     assert len(recorder.tokens(1)) == (0 if is_refused else 8)
     error = recorder.responses[1][-1][2]
     assert ("computed again from 17 tokens after a pause" in error) == is_refused
-
-
-def test_priority_decides_which_request_starts_first() -> None:
-    engine = GatedEngine(num_blocks=3, tokens_per_block=4)
-    recorder = Recorder([request(1, [1], 9)])
-    with running(recorder, engine):
-        assert engine.has_begun.wait(WAIT)
-        for request_id, priority in ((2, 0.1), (3, 0.9), (4, 0.5)):
-            recorder.pending.append(request(request_id, [1], 9, priority=priority))
-        engine.go_on.set()
-        recorder.wait_for_finals(1, 2, 3, 4)
-    started = [setup.request_id for batch in engine.batches for setup in batch.setups]
-    assert started == [1, 3, 4, 2]
 
 
 @pytest.mark.parametrize("name", ["context_chunk_unit", "max_queue_seconds", "max_run_seconds"])
@@ -237,18 +210,6 @@ def test_many_requests_share_a_long_prefix_on_the_real_engine() -> None:
     assert max(stats["Reused KV cache blocks"] for stats in recorder.stats) >= 49
 
 
-def test_static_batch_admits_no_request_until_it_has_ended() -> None:
-    engine = GatedEngine()
-    recorder = Recorder([request(1, [1], 5), request(2, [50], 9)])
-    with running(recorder, engine, STATIC_BATCH):
-        assert engine.has_begun.wait(WAIT)
-        recorder.pending.append(request(3, [80], 2))
-        engine.go_on.set()
-        recorder.wait_for_finals(1, 2, 3)
-    assert [len(b.setups) for b in engine.batches] == [2, *[0] * 8, 1, 0]
-    assert recorder.tokens(3) == [81, 82]
-
-
 @pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy), ids=lambda each: each.name)
 def test_v1_batch_admits_no_request_until_it_has_ended(policy: CapacitySchedulerPolicy) -> None:
     engine = GatedEngine()
@@ -264,21 +225,11 @@ def test_v1_batch_admits_no_request_until_it_has_ended(policy: CapacityScheduler
     assert recorder.responses[3] == [([80, 81, 82, 83], True, "")]
 
 
-def test_v1_batch_is_what_fits_the_blocks_and_the_tokens() -> None:
-    requests = [request(i, [10 * i] * 6, 6) for i in range(1, 6)]
-    engine = CountingEngine(num_blocks=9, tokens_per_block=4, max_num_tokens=12)
-    recorder = Recorder(requests)
-    with running(recorder, engine, model_type=V1):
-        recorder.wait_for_finals(*range(1, 6))
-    assert [len(b.context_chunks) for b in engine.batches if b.context_chunks] == [2, 2, 1]
-    assert all(not (b.context_chunks and b.generation_slots) for b in engine.batches)
-
-
 @pytest.mark.parametrize("exclude", [False, True])
 def test_v1_stream_gets_one_whole_answer(exclude: bool) -> None:
-    recorder = Recorder([request(1, [5, 6], 3, streaming=True)])
-    with running(recorder, model_type=V1, exclude_input_in_output=exclude):
-        recorder.wait_for_finals(1)
+    recorder = serve(
+        [request(1, [5, 6], 3, streaming=True)], model_type=V1, exclude_input_in_output=exclude
+    )
     expected = [7, 8, 9] if exclude else [5, 6, 7, 8, 9]
     assert recorder.responses[1] == [(expected, True, "")]
 
@@ -289,14 +240,14 @@ def test_v1_stream_gets_one_whole_answer(exclude: bool) -> None:
     [
         ("enable_chunked_context", True),
         ("scheduler_class", "support.user_schedulers:ShortestJobFirst"),
+        ("logits_processors", {"mine": lambda *_: None}),
     ],
 )
 def test_v1_refuses_settings_that_would_take_its_batches_apart(
     policy: CapacitySchedulerPolicy, name: str, value: Any
 ) -> None:
-    params = TrtGptModelOptionalParams(**{name: value})
     with (
         pytest.raises(ConfigurationError, match=f"{name}.* V1"),
-        running(Recorder(), None, policy, model_type=V1, params=params),
+        running(Recorder(), None, policy, model_type=V1, **{name: value}),
     ):
         pass

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from backend.manager.conftest import Clock
 from support.beam_cases import CASES, PROMPT, Case, search
 from support.checkpoints import VOCAB_SIZE, write_checkpoint
 from support.manager_harness import (
@@ -18,25 +16,18 @@ from support.manager_harness import (
     Recorder,
     request,
     running,
+    small_engine,
 )
 
-from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.parameters import (
     KvCacheConfig,
     OverlapScheduler,
-    TrtGptModelOptionalParams,
 )
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_recorder.replay import replay
 from inflight_recorder.storage import open_recording
 from inflight_scheduler import CapacitySchedulerPolicy
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return write_checkpoint(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -90,26 +81,21 @@ def run(
     **params: Any,
 ) -> Recorder:
     """``stop_at``: stop request 0 with its so-many-th response; ``lengths`` gets the counts."""
-    config = EngineConfig(
-        device="cpu",
-        max_batch_size=4,
-        max_beam_width=4,
-        tokens_per_block=4,
-        max_num_tokens=40,
-        max_seq_len=40,
-        max_tokens_in_paged_kv_cache=num_tokens,
-        attention_backend=attention_backend,
-    )
     recorder = recorder or Recorder(requests)
     ids = [each.request_id for each in recorder.pending]
     if stop_at is not None:
-        recorder.on_response = lambda _, __: (
-            recorder.stops.add(0) if len(recorder.responses[0]) == stop_at else None
-        )
+        recorder.when(0, stop_at, lambda: recorder.stops.add(0))
     params = {"overlap_scheduler": OverlapScheduler.OFF, **params}
-    options = TrtGptModelOptionalParams(max_batch_size=4, **params)
-    engine = Engine.load(folder, config)
-    with running(recorder, engine, policy, params=options, max_beam_width=4) as manager:
+    engine = small_engine(
+        folder,
+        num_tokens,
+        max_batch_size=4,
+        max_beam_width=4,
+        max_num_tokens=40,
+        max_seq_len=40,
+        attention_backend=attention_backend,
+    )
+    with running(recorder, engine, policy, max_batch_size=4, **params, max_beam_width=4) as manager:
         recorder.wait_for_finals(*ids)
         manager._batcher.block_manager.check_integrity()
         if lengths is not None:
@@ -239,37 +225,6 @@ def test_whole_answers_begin_with_the_prompt_and_are_padded(
         assert ids.tolist() == [[*case.prompt, *beam, *pad] for beam, pad in rows]
 
 
-def test_settings_that_exclude_beams_are_refused_by_name(folder: Path) -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"beam_width": 5}, "'beam_width' is 5, more than max_beam_width = 4"),
-        ({"runtime_top_k": 2}, "'runtime_top_k' is 2, but 'beam_width' above 1"),
-        ({"runtime_top_p": 0.5}, "'runtime_top_p' is 0.5, but"),
-        ({"min_p": 0.1}, "'min_p' is 0.1, but"),
-        ({"return_generation_logits": True}, "'return_generation_logits' and 'beam_width'"),
-        ({"return_log_prob_ranks": True}, "'return_log_prob_ranks' and 'beam_width'"),
-        (
-            {"guided_decoding_guide_type": "json", "end_id": 3},
-            "'guided_decoding_guide_type' and 'beam_width' above 1 exclude each other",
-        ),
-    ]
-    requests = [
-        request(i, PROMPT, 4, **{"beam_width": 2, **values}) for i, (values, _) in enumerate(wrong)
-    ]
-    requests.append(make_request(len(wrong), CASES[0], None))
-    requests[-1].replace_tensor("num_return_sequences", np.array([[3]], dtype=np.int32))
-    wrong.append(({}, "'num_return_sequences' is 3, more than 'beam_width' = 2"))
-    recorder = run(folder, requests)
-    for request_id, (_, message) in enumerate(wrong):
-        assert message in recorder.responses[request_id][0][2]
-
-
-def test_empty_texts_and_drafts_go_with_beams(folder: Path) -> None:
-    names = ("guided_decoding_guide_type", "logits_post_processor_name")
-    nothing: dict[str, Any] = dict.fromkeys(names, "")
-    made = request(0, PROMPT, 4, beam_width=2, draft_input_ids=[], **nothing)
-    assert run(folder, [made]).responses[0][-1][1:] == (True, "")
-
-
 def test_tokens_of_all_beams_are_counted(
     folder: Path, end_ids: list[int | None], expected: list[list[list[int]]]
 ) -> None:
@@ -286,22 +241,6 @@ def test_stopped_search_returns_its_beams(folder: Path) -> None:
     assert last["finish_reason"].tolist() == [[b"cancelled"]]
     assert [len(beam) for beam in beams_of(last)] == [4, 4, 4]
     assert beams_of(last) == beams_of(before)
-
-
-@BOTH_LOOPS
-def test_search_past_its_deadline_returns_its_beams(
-    folder: Path, overlap: OverlapScheduler, clock: Clock
-) -> None:
-    made = make_request(0, CASES[5], None, streaming=True, allotted_time_ms=500_000)
-    recorder = Recorder([made])
-    recorder.on_response = lambda _, __: (
-        setattr(clock, "ahead", 500.0) if len(recorder.responses[0]) == 4 else None
-    )
-    run(folder, [], overlap_scheduler=overlap, recorder=recorder)
-    last = recorder.named_tensors[0][-1]
-    assert last["finish_reason"].tolist() == [[b"timed_out"]]
-    assert {len(beam) for beam in beams_of(last)} in ({4}, {5})
-    assert beams_of(last) == beams_of(recorder.named_tensors[0][-2])
 
 
 @BOTH_LOOPS

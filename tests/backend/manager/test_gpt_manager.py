@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from typing import Any
@@ -19,16 +18,13 @@ from support.manager_harness import (
     assert_serves,
     request,
     running,
+    serve,
 )
-from support.triton_harness import wait_until
 from support.triton_stub import CountingEngine
 
-from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.logits_processors import NO_TOKEN
-from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.requests.validation import PROCESSOR_FIELD
-from inflight_scheduler import CapacitySchedulerPolicy, LlmRequest, ScheduledBatch, TrtGptModelType
+from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch
 
 
 @pytest.fixture(autouse=True, params=["plain loop", "overlapped loop"])
@@ -37,9 +33,7 @@ def _both_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_streaming_sends_one_token_per_response_and_one_final() -> None:
-    recorder = Recorder([request(1, [5, 6], 3)])
-    with running(recorder):
-        recorder.wait_for_finals(1)
+    recorder = serve([request(1, [5, 6], 3)])
     assert recorder.responses[1] == [([7], False, ""), ([8], False, ""), ([9], True, "")]
 
 
@@ -55,27 +49,10 @@ def test_streaming_sends_one_token_per_response_and_one_final() -> None:
 def test_whole_answer_is_one_response_with_or_without_the_prompt(
     default: bool, values: dict[str, Any], expected: list[int]
 ) -> None:
-    recorder = Recorder([request(1, [5, 6], 2, streaming=False, **values)])
-    with running(recorder, exclude_input_in_output=default):
-        recorder.wait_for_finals(1)
+    recorder = serve(
+        [request(1, [5, 6], 2, streaming=False, **values)], exclude_input_in_output=default
+    )
     assert recorder.responses[1] == [(expected, True, "")]
-
-
-def test_request_without_streaming_is_looked_at_only_when_it_ends() -> None:
-    """Thousands may wait for whole answers, and each look costs as much as scheduling one."""
-    recorder, applied = Recorder(), []
-    with running(recorder) as manager:
-        apply = manager._apply
-
-        def note(request: LlmRequest) -> None:
-            applied.append((request.request_id, request.num_generated_tokens))
-            apply(request)
-
-        manager._apply = note  # type: ignore[method-assign]
-        recorder.pending += [request(i, [100 * i], 9 + i, streaming=False) for i in (1, 2)]
-        recorder.wait_for_finals(1, 2)
-    assert [recorder.tokens(i)[1:] for i in (1, 2)] == [[*range(101, 111)], [*range(201, 212)]]
-    assert applied == [(1, 10), (2, 11)]
 
 
 @pytest.mark.case(87)
@@ -86,9 +63,7 @@ def test_logits_that_are_not_finite_end_the_request_with_an_error(streaming: boo
             return [-1 if token == 104 else token for token in super().execute(batch)]
 
     requests = [request(i, [100 * i], 9, streaming=streaming, end_id=7) for i in (1, 2)]
-    recorder = Recorder(requests)
-    with running(recorder, BrokenEngine()):
-        recorder.wait_for_finals(1, 2)
+    recorder = serve(requests, BrokenEngine())
     assert recorder.responses[1][-1] == ([], True, NO_TOKEN)
     assert len(recorder.responses[1]) == (4 if streaming else 1)
     assert recorder.tokens(2)[-9:] == list(range(201, 210))
@@ -96,35 +71,19 @@ def test_logits_that_are_not_finite_end_the_request_with_an_error(streaming: boo
 
 @pytest.mark.contract("tensorrt_llm input", "end_id")
 def test_end_id_ends_the_request_and_is_not_part_of_the_answer() -> None:
-    recorder = Recorder([request(1, [5], 50, end_id=8)])
-    with running(recorder):
-        recorder.wait_for_finals(1)
+    recorder = serve([request(1, [5], 50, end_id=8)])
     assert recorder.tokens(1) == [6, 7]
 
 
 def test_get_callback_is_told_how_many_more_requests_fit() -> None:
-    recorder = Recorder([request(i, [i], 20) for i in range(1, 6)])
-    with running(recorder, params=TrtGptModelOptionalParams(max_batch_size=2)):
-        recorder.wait_for_finals(*range(1, 6))
+    recorder = serve([request(i, [i], 20) for i in range(1, 6)], max_batch_size=2)
     assert recorder.rooms[:2] == [2, 0]
     assert min(recorder.rooms) == 0
     assert all(recorder.tokens(i) == list(range(i + 1, i + 21)) for i in range(1, 6))
 
 
-def test_idle_loop_that_was_woken_waits_again() -> None:
-    recorder = Recorder()
-    with running(recorder) as manager:
-        manager.wake()
-        wait_until(lambda: len(recorder.rooms) > 1)
-        begin, num_looks = time.monotonic(), len(recorder.rooms)
-        wait_until(lambda: len(recorder.rooms) >= num_looks + 5)
-    assert time.monotonic() - begin > 0.03, "it polls after 5, 10, 20, ... ms"
-
-
 def test_callbacks_of_an_iteration_come_in_their_order() -> None:
-    recorder = Recorder([request(1, [1], 2)])
-    with running(recorder):
-        recorder.wait_for_finals(1)
+    recorder = serve([request(1, [1], 2)])
     first_send = recorder.events.index("send")
     assert recorder.events[first_send - 1 : first_send + 3] == ["get", "send", "poll", "stats"]
 
@@ -149,14 +108,8 @@ def test_blocks_and_id_are_free_before_the_final_response() -> None:
 @pytest.mark.case(60)
 def test_stop_gives_an_ordinary_final_with_the_tokens_so_far() -> None:
     recorder = Recorder([request(1, [1], 200), request(2, [50], 30)])
-
-    def stop_after_five(request_id: int, is_final: bool) -> None:
-        if request_id == 1 and len(recorder.tokens(1)) == 5:
-            recorder.stops = {1, 999}  # 999 is unknown; every poll returns both
-
-    recorder.on_response = stop_after_five
-    with running(recorder):
-        recorder.wait_for_finals(1, 2)
+    recorder.when(1, 5, lambda: recorder.stops.update({1, 999}))  # every poll returns both
+    serve(recorder)
     assert recorder.tokens(1) == [2, 3, 4, 5, 6]
     assert recorder.responses[1][-1] == ([], True, "")
     assert recorder.tokens(2) == list(range(51, 81))
@@ -186,11 +139,8 @@ def test_stop_before_its_request_has_no_effect() -> None:
 @pytest.mark.parametrize("stops", [[np.int64(1)], {np.uint64(1)}, np.array([1, 7], dtype=np.int32)])
 def test_numpy_ids_stop_requests(stops: Any) -> None:
     recorder = Recorder([request(1, [1], 200), request(2, [2], 5)])
-    recorder.on_response = lambda request_id, is_final: (
-        setattr(recorder, "stops", stops) if len(recorder.responses.get(1, ())) == 3 else None
-    )
-    with running(recorder):
-        recorder.wait_for_finals(1, 2)
+    recorder.when(1, 3, lambda: setattr(recorder, "stops", stops))
+    serve(recorder)
     assert recorder.final_errors(1) == [""]
     assert len(recorder.tokens(1)) < 200
 
@@ -198,34 +148,28 @@ def test_numpy_ids_stop_requests(stops: Any) -> None:
 @pytest.mark.case(57, 91)
 @pytest.mark.case(66)
 def test_stopped_request_that_is_paused_ends_in_the_next_iteration() -> None:
-    engine = CountingEngine(num_blocks=8)
-    recorder = Recorder([request(i, [100 * i], 25) for i in (1, 2)])
-    managers: queue.SimpleQueue[GptManager] = queue.SimpleQueue()
+    engine, recorder = CountingEngine(num_blocks=8), Recorder()
     at: dict[str, int] = {}
     is_held: list[bool] = []
-
-    def poll() -> set[int]:
-        if "manager" not in found:
-            found["manager"] = managers.get(timeout=WAIT)
-        manager = found["manager"]
-        paused = [r for r in manager._active if r.num_pauses > 0 and r.seq_slot is None]
-        if not paused or "stop" in at:
-            return set()
-        at["stop"], at["id"] = manager._iteration, paused[0].request_id
-        at["batches"] = len(engine.batches)
-        return {paused[0].request_id}
-
-    def on_response(request_id: int, is_final: bool) -> None:
-        if is_final and request_id == at.get("id"):
-            manager = found["manager"]
-            at["final"] = manager._iteration
-            is_held.append(manager._active.get(request_id) is not None)
-            is_held.append(manager._batcher.block_manager.num_distinct_blocks_of(request_id) > 0)
-
-    found: dict[str, GptManager] = {}
-    recorder.poll, recorder.on_response = poll, on_response  # type: ignore[method-assign]
     with running(recorder, engine, MAX_UTILIZATION) as manager:
-        managers.put(manager)
+
+        def poll() -> set[int]:
+            paused = [r for r in manager._active if r.num_pauses > 0 and r.seq_slot is None]
+            if not paused or "stop" in at:
+                return set()
+            at["stop"], at["id"] = manager._iteration, paused[0].request_id
+            at["batches"] = len(engine.batches)
+            return {paused[0].request_id}
+
+        def on_response(request_id: int, is_final: bool) -> None:
+            if is_final and request_id == at.get("id"):
+                at["final"] = manager._iteration
+                is_held.append(manager._active.get(request_id) is not None)
+                num_blocks = manager._batcher.block_manager.num_distinct_blocks_of(request_id)
+                is_held.append(num_blocks > 0)
+
+        manager._poll_cb, recorder.on_response = poll, on_response
+        recorder.pending += [request(i, [100 * i], 25) for i in (1, 2)]
         recorder.wait_for_finals(1, 2)
     assert at["final"] - at["stop"] <= 1
     assert is_held == [False, False]
@@ -273,39 +217,27 @@ def test_request_that_ended_leaves_nothing_behind(end: str) -> None:
     values: dict[str, Any] = {PROCESSOR_FIELD: "mine", "stop_words_list": [[900], [1]]}
     values["return_perf_metrics"] = True
     recorder = Recorder([request(1, [100], 20, **values)])
-    recorder.on_response = lambda request_id, is_final: (
-        recorder.stops.add(1) if (end, len(recorder.tokens(1))) == ("stop", 5) else None
-    )
-    params = TrtGptModelOptionalParams(
-        max_batch_size=4, max_run_seconds=60, logits_processors={"mine": lambda *_: None}
-    )
-    with running(recorder, Engine(), params=params) as manager:
+    if end == "stop":
+        recorder.when(1, 5, lambda: recorder.stops.add(1))
+    with running(
+        recorder,
+        Engine(),
+        max_batch_size=4,
+        max_run_seconds=60,
+        logits_processors={"mine": lambda *_: None},
+    ) as manager:
         recorder.wait_for_finals(1)
         assert (recorder.responses[1][-1][2] == "") == (end != "error"), recorder.responses
         assert not manager._rules
         assert not manager._stop_words._watched
         assert not manager._gatherer._gathered
-        assert not manager._deadlines._watched
         lengths = {"length": [(1, 20)], "stop": [(1, 5)], "error": []}
         assert manager.lengths.take() == lengths[end]
 
 
-def test_invalid_request_gets_an_error_and_others_are_served() -> None:
-    recorder = Recorder([request(1, [1], 5), request(2, [-4], 5), request(3, [7], 5)])
-    with running(recorder):
-        recorder.wait_for_finals(1, 2, 3)
-    assert recorder.responses[2] == [
-        ([], True, "'input_ids' holds -4, outside the vocabulary 0..999")
-    ]
-    assert recorder.tokens(1) == [2, 3, 4, 5, 6]
-    assert recorder.tokens(3) == [8, 9, 10, 11, 12]
-
-
 @pytest.mark.case(76)
 def test_request_larger_than_the_pool_is_refused() -> None:
-    recorder = Recorder([request(1, [1] * 10, 30)])
-    with running(recorder, CountingEngine(num_blocks=4, tokens_per_block=4)):
-        recorder.wait_for_finals(1)
+    recorder = serve([request(1, [1] * 10, 30)], CountingEngine(num_blocks=4, tokens_per_block=4))
     assert "KV blocks" in recorder.responses[1][0][2]
 
 
@@ -315,10 +247,8 @@ def test_all_answers_are_whole_with_a_quarter_of_the_blocks(
     policy: CapacitySchedulerPolicy,
 ) -> None:
     requests = [request(i, [i * 10, i * 10 + 1], 40) for i in range(1, 17)]
-    recorder = Recorder(requests)
     engine = CountingEngine(num_blocks=44, tokens_per_block=4)  # 16 need 11 each
-    with running(recorder, engine, policy, params=TrtGptModelOptionalParams(max_batch_size=16)):
-        recorder.wait_for_finals(*range(1, 17))
+    recorder = serve(requests, engine, policy, max_batch_size=16)
     for i in range(1, 17):
         assert recorder.tokens(i) == list(range(i * 10 + 2, i * 10 + 42))
         assert [final for _, final, _ in recorder.responses[i]].count(True) == 1
@@ -334,9 +264,7 @@ def test_callback_that_raises_does_not_stop_the_loop(name: str, error: BaseExcep
     recorder = Recorder([request(i, [100 * i], 50) for i in (1, 2)])
     once = Once(getattr(recorder, name), error)
     setattr(recorder, name, once)
-    recorder.on_response = lambda request_id, is_final: (
-        once.arm() if (request_id, len(recorder.tokens(1))) == (1, 5) else None
-    )
+    recorder.when(1, 5, once.arm)
     with running(recorder) as manager:
         recorder.wait_for_finals(1, 2)
         assert recorder.final_errors(1) == recorder.final_errors(2) == [""]
@@ -371,23 +299,12 @@ def test_callback_that_blocks_delays_and_loses_nothing(name: str) -> None:
         assert recorder.tokens(i) == list(range(10 * i + 1, 10 * i + 21))
 
 
-@pytest.mark.case(91)
-def test_objects_that_are_no_requests_are_ignored() -> None:
-    rubbish: list[Any] = ["not a request", None, 3.5, {"id": 1}, b"x"]
-    recorder = Recorder([request(1, [1], 30), *rubbish, request(2, [5], 3)])
-    with running(recorder):
-        recorder.wait_for_finals(1, 2)
-    assert recorder.tokens(1) == list(range(2, 32))
-    assert recorder.tokens(2) == [6, 7, 8]
-
-
 @pytest.mark.parametrize("rubbish", [5, [[1]], "1", [None, 1.5]])
 @pytest.mark.case(94)
 def test_stop_ids_that_are_no_integers_are_ignored(rubbish: Any) -> None:
     recorder = Recorder([request(1, [1], 30)])
     recorder.stops = rubbish
-    with running(recorder):
-        recorder.wait_for_finals(1)
+    serve(recorder)
     assert recorder.tokens(1) == list(range(2, 32))
 
 
@@ -397,15 +314,32 @@ def test_room_is_never_negative_after_too_many_requests() -> None:
     requests = [request(i, [i], 20) for i in range(1, 13)]
     real_get = recorder.get
     recorder.get = lambda room: (real_get(room), requests[:], requests.clear())[1]  # type: ignore[method-assign,func-returns-value]
-    with running(recorder, params=TrtGptModelOptionalParams(max_batch_size=4)):
+    with running(recorder, max_batch_size=4):
         recorder.wait_for_finals(*range(1, 13))
     assert min(recorder.rooms) == 0
+
+
+@pytest.mark.case(45)
+def test_deadlines_count_from_arrival_not_from_acceptance() -> None:
+    """A request that waited too long before it was fetched ends in that iteration."""
+    late = [
+        request(1, [1], 30, max_queue_time_ms=1),
+        request(2, [1], 30, allotted_time_ms=1),
+        request(3, [1], 3),
+    ]
+    time.sleep(0.002)
+    recorder = serve(late)
+    for request_id in (1, 2):
+        [(ids, is_final, error)] = recorder.responses[request_id]
+        assert (ids, is_final) == ([], True)
+        assert error.startswith("not started before its deadline: ")
+    assert recorder.tokens(3) == [2, 3, 4]
 
 
 def test_shutdown_drains() -> None:
     recorder = Recorder([request(1, [1], 100)])
     started = threading.Event()
-    recorder.on_response = lambda request_id, is_final: started.set()
+    recorder.when(1, 1, started.set)
     with running(recorder):
         assert started.wait(WAIT)
     assert recorder.tokens(1) == list(range(2, 102))
@@ -417,10 +351,3 @@ def test_terminate_request_ends_the_loop_after_all_others() -> None:
         manager.wait_until_terminate()
     assert recorder.tokens(1) == list(range(2, 22))
     assert 77 not in recorder.responses
-
-
-def test_beam_width_above_the_engines_is_refused() -> None:
-    recorder = Recorder()
-    callbacks = (recorder.get, recorder.send)
-    with pytest.raises(ConfigurationError, match="max_beam_width"):
-        GptManager(CountingEngine(), TrtGptModelType.InflightBatching, 2, GUARANTEED, *callbacks)

@@ -18,7 +18,6 @@ from support.manager_harness import (
     MAX_UTILIZATION,
     STEP_FAILED,
     WAIT,
-    EditingEngine,
     GatedEngine,
     Once,
     Recorder,
@@ -26,6 +25,7 @@ from support.manager_harness import (
     fail_once,
     request,
     running,
+    serve,
 )
 from support.triton_harness import wait_until
 from support.triton_stub import CountedStep, CountingEngine
@@ -37,7 +37,6 @@ from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.responses import make_tensors
 from inflight_backend.manager.step_loop import OverlapScheduler, StepOutcome
 from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
-from inflight_backend.requests.validation import PROCESSOR_FIELD
 from inflight_scheduler import (
     ActiveRequests,
     BatchPlanner,
@@ -116,8 +115,7 @@ def test_unexpected_exception_fails_all_requests_and_resets_the_loop(
     overlap: OverlapScheduler, place: str, error: BaseException
 ) -> None:
     recorder = Recorder()
-    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
-    with running(recorder, params=params) as manager:
+    with running(recorder, overlap_scheduler=overlap) as manager:
         batcher = manager._batcher
         update = "update" if overlap is OverlapScheduler.OFF else "apply_tokens"
         once = {
@@ -131,12 +129,9 @@ def test_unexpected_exception_fails_all_requests_and_resets_the_loop(
             "order": lambda: fail_once(batcher.active._order, "remove", error),
         }[place]()
         seen: list[bool] = []
+        recorder.when(1, 5, once.arm)
         recorder.on_response = lambda request_id, is_final: (
-            seen.append(manager.health.is_healthy)
-            if is_final
-            else once.arm()
-            if len(recorder.tokens(1)) == 5
-            else None
+            seen.append(manager.health.is_healthy) if is_final else None
         )
         # Request 3 ends while the other two run, which is when a release can fail.
         recorder.pending += [request(1, [1], 100), request(2, [2], 100), request(3, [3], 7)]
@@ -165,8 +160,7 @@ def test_step_whose_tokens_are_applied_in_part_ends_each_request_once(
                 tokens[0] = -1  # what was computed of request 2 is to be forgotten
             return tokens
 
-    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
-    with running(recorder, Engine(), params=params) as manager:
+    with running(recorder, Engine(), overlap_scheduler=overlap) as manager:
         once = fail_once(
             manager._batcher.block_manager,
             "forget" if is_overlapped else "store",
@@ -185,28 +179,6 @@ def test_step_whose_tokens_are_applied_in_part_ends_each_request_once(
         recorder.pending += [request(1, [100], 3 if is_overlapped else 2)]
         recorder.wait_for_finals(1, 2)
         assert recorder.final_errors(1) == recorder.final_errors(2) == [STEP_FAILED]
-        assert_serves(recorder, manager)
-
-
-def test_failing_rescue_leaves_the_loop_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan fails, and so does the release of what the requests hold."""
-    recorder = Recorder()
-    values: dict[str, Any] = {PROCESSOR_FIELD: "mine"}
-    params = TrtGptModelOptionalParams(
-        max_batch_size=8, logits_processors={"mine": lambda *_: None}
-    )
-    with running(recorder, EditingEngine(), params=params) as manager:
-
-        def fail(*args: Any) -> Any:
-            raise AssertionError("ours")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(BatchPlanner, "release", fail)
-            fail_once(manager._batcher.planner, "plan", AssertionError("ours")).arm()
-            recorder.pending += [request(i, [1], 5, **values) for i in (1, 2)]
-            recorder.wait_for_finals(1, 2)
-        assert recorder.final_errors(1) == recorder.final_errors(2) == [LOOP_FAILED]
-        assert not manager._calls.call_soon(lambda: bool(manager._rules)).result(WAIT)
         assert_serves(recorder, manager)
 
 
@@ -235,7 +207,6 @@ def test_request_that_cannot_be_released_gets_its_token_and_one_final(
     assert not failures
     assert recorder.responses[1][2:] == [([103], False, ""), ([], True, LOOP_FAILED)]
     assert recorder.responses[2][2:] == [([], True, LOOP_FAILED)]
-    assert not manager._deadlines._watched, "neither is watched any more"
 
 
 def test_engine_that_fails_to_start_raises_and_leaves_no_thread() -> None:
@@ -292,9 +263,8 @@ def test_lost_device_is_unhealthy_at_once_and_for_good(
     place: str, error: Exception, is_lost: bool
 ) -> None:
     overlap = OverlapScheduler.OFF if place == "execute" else OverlapScheduler.ON
-    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
     recorder = Recorder([request(1, [1], 10)])
-    with running(recorder, _Failing(place, error), params=params) as manager:
+    with running(recorder, _Failing(place, error), overlap_scheduler=overlap) as manager:
         recorder.wait_for_finals(1)
         assert recorder.final_errors(1) == [STEP_FAILED]
         assert manager.health.is_healthy != is_lost
@@ -318,52 +288,29 @@ def test_repeated_failures_of_the_loop_are_unhealthy_until_it_works() -> None:
         assert_serves(recorder, manager)
 
 
-def test_exception_in_the_rescue_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    health = LoopHealth()
-    with health.recovering(1):
-        raise SystemExit("in the rescue")
-    assert caplog.text.count("the rescue of the batch manager failed") == 1
-    assert health.is_healthy
-    for _ in range(MAX_FAILURES_IN_A_ROW):
-        health.note(is_completed=False, has_failed=True)
-    assert not health.is_healthy
-    health.note(is_completed=True, has_failed=False)
-    assert health.is_healthy
-
-
-def test_loop_that_always_fails_logs_ever_less_often(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An idle loop has 20 turns a second. After a success the next failure is logged again."""
-    monkeypatch.setattr(gpt_manager, "LAST_POLL_SECONDS", 0.0001)
-    recorder = Recorder()
-    with running(recorder) as manager:
-
-        def fail() -> None:
-            raise RuntimeError("again")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(manager, "_measure", fail)
-            wait_until(lambda: manager.health._num_failures_in_a_row >= 64)
-        assert_serves(recorder, manager)
-        numbers = [int(each.split()[-4]) for each in caplog.messages if each.endswith("in a row)")]
-        assert numbers[:7] == [1, 2, 4, 8, 16, 32, 64]
-        fail_once(manager, "_measure", RuntimeError("anew")).arm()
-        wait_until(lambda: caplog.messages[-1].endswith("(failure 1 in a row)"))
-
-
-@pytest.mark.parametrize("num_failed_steps", range(5))
-def test_failed_steps_do_not_hide_a_failure_of_the_loop_in_the_log(
+@pytest.mark.parametrize("num_failed_steps", [0, 2])
+def test_failures_of_the_loop_are_logged_ever_less_often(
     num_failed_steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """An idle loop has 20 turns a second. Failed steps do not hide a failure of the loop, and after
+    a success the next one is logged again."""
     health = LoopHealth()
     for _ in range(num_failed_steps):
         health.note(is_completed=False, has_failed=True)
-    with health.recovering(7):
+    for number in range(40):
+        with health.recovering(number):
+            raise SystemExit("in the rescue")
+    assert not health.is_healthy
+    health.note(is_completed=True, has_failed=False)
+    assert health.is_healthy
+    with health.recovering(99):
         pass
-    assert caplog.messages == ["the batch manager failed in iteration 7 (failure 1 in a row)"]
+    logged = [1, 2, 4, 8, 16, 32]
+    assert caplog.text.count("the rescue of the batch manager failed") == len(logged)
+    assert [each for each in caplog.messages if "in a row" in each] == [
+        f"the batch manager failed in iteration {number - 1} (failure {number} in a row)"
+        for number in logged
+    ] + ["the batch manager failed in iteration 99 (failure 1 in a row)"]
 
 
 @pytest.mark.case(82, 83, 86)
@@ -384,8 +331,7 @@ def test_failing_step_ends_only_its_requests(
 
     recorder = Recorder([request(i, [10 * i], 9) for i in range(1, 6)])
     engine = CountingEngine(num_blocks=64, before_step=fail)
-    params = TrtGptModelOptionalParams(max_batch_size=3, overlap_scheduler=overlap)
-    with running(recorder, engine, policy, params=params) as manager:
+    with running(recorder, engine, policy, max_batch_size=3, overlap_scheduler=overlap) as manager:
         recorder.wait_for_finals(*range(1, 6))
         for victim in (1, 2, 3):
             assert recorder.final_errors(victim) == [STEP_FAILED]
@@ -406,7 +352,7 @@ def test_deadline_ends_requests_with_their_tokens_or_the_reason(limit: str, cloc
     engine = GatedEngine(num_blocks=8, tokens_per_block=4)
     recorder = Recorder([request(1, [1], 30), request(2, [9], 30), request(3, [5], 30)])
     params: dict[str, Any] = {"max_batch_size": 8, limit: LIMIT}
-    with running(recorder, engine, params=TrtGptModelOptionalParams(**params)) as manager:
+    with running(recorder, engine, **params) as manager:
         assert engine.has_begun.wait(WAIT)
         clock.ahead = LIMIT
         engine.go_on.set()
@@ -428,14 +374,14 @@ def test_deadline_ends_requests_with_their_tokens_or_the_reason(limit: str, cloc
 
 def test_ended_requests_are_removed_from_the_watch() -> None:
     active = ActiveRequests(BlockManager(4, 4))
-    watch = DeadlineWatch()
+    watch = DeadlineWatch(active)
     far = time.monotonic() + 1000
     for request_id in range(5000):
         ended = LlmRequest(request_id, [1], 1, queue_deadline=far, run_deadline=far)
         active.add(ended)
         watch.add(ended)
         active.remove(ended)
-    assert len(watch._heap) <= 1026
+    assert len(watch) <= 1026
     late = LlmRequest(1, [1], 1, queue_deadline=0.0, run_deadline=0.0)
     active.add(late)
     watch.add(late)
@@ -445,20 +391,10 @@ def test_ended_requests_are_removed_from_the_watch() -> None:
     assert watch.take_expired() == []
 
 
-def test_watch_keeps_no_tokens_of_ended_requests() -> None:
-    """Under `inflight serve` each has a deadline hours ahead; one may have 100,000 tokens."""
-    recorder = Recorder([request(i, [1], 3) for i in range(1, 21)])
-    with running(
-        recorder, params=TrtGptModelOptionalParams(max_batch_size=8, max_run_seconds=7200.0)
-    ) as manager:
-        recorder.wait_for_finals(20)
-        assert manager._deadlines._watched == {}
-        assert len(manager._deadlines._heap) == 20
-
-
 def test_paused_request_has_met_its_queue_deadline() -> None:
     """Its client may have tokens of it; only a run deadline ends it."""
-    active, watch = ActiveRequests(BlockManager(4, 4)), DeadlineWatch()
+    active = ActiveRequests(BlockManager(4, 4))
+    watch = DeadlineWatch(active)
     paused, waiting = (LlmRequest(i, [1], 4, queue_deadline=0.0) for i in (1, 2))
     for each in (paused, waiting):
         active.add(each)
@@ -480,9 +416,7 @@ def test_deadlines_of_a_failed_request_do_not_end_the_next_with_its_id(clock: Cl
         assert recorder.responses[1][-1][2] == STEP_FAILED
         recorder.responses.clear()
         again = request(1, [50], 100, allotted_time_ms=int(4000 * LIMIT))
-        recorder.on_response = lambda request_id, is_final: (
-            setattr(clock, "ahead", LIMIT) if len(recorder.tokens(1)) == 1 else None
-        )
+        recorder.when(1, 1, lambda: setattr(clock, "ahead", LIMIT))
         recorder.pending.append(again)
         recorder.wait_for_finals(1)
     assert recorder.tokens(1) == list(range(51, 151))
@@ -508,10 +442,12 @@ def test_deadlines_do_not_follow_the_time_of_day() -> None:
     engine = CountingEngine(
         num_blocks=300, max_seq_len=1000, before_step=lambda batch: time.sleep(0.005)
     )
-    recorder = Recorder([request(1, [1], 40), request(2, [1], 900, allotted_time_ms=500)])
-    params = TrtGptModelOptionalParams(max_batch_size=8, max_run_seconds=60, max_queue_seconds=60)
-    with running(recorder, engine, params=params):
-        recorder.wait_for_finals(1, 2)
+    recorder = serve(
+        [request(1, [1], 40), request(2, [1], 900, allotted_time_ms=500)],
+        engine,
+        max_run_seconds=60,
+        max_queue_seconds=60,
+    )
     assert recorder.tokens(1) == list(range(2, 42))
     assert 0 < len(recorder.tokens(2)) < 900
     assert recorder.final_errors(1) == recorder.final_errors(2) == [""]

@@ -136,8 +136,9 @@ def test_compiled_grammar_wakes_the_loop(monkeypatch: pytest.MonkeyPatch, endles
     for name in ("_FIRST_POLL_SECONDS", "LAST_POLL_SECONDS"):
         monkeypatch.setattr(gpt_manager, name, 3600.0)
     recorder = Recorder()
-    params = TrtGptModelOptionalParams(max_batch_size=2, device="cpu")
-    with running(recorder, DEMO_MODEL, params=params, poll_when_idle=lambda: False) as manager:
+    with running(
+        recorder, DEMO_MODEL, max_batch_size=2, device="cpu", poll_when_idle=lambda: False
+    ) as manager:
         wait_until_idle(manager)
         guide: dict[str, Any] = {
             "guided_decoding_guide_type": "regex",
@@ -186,8 +187,7 @@ def test_blocks_or_slot_that_were_not_released_are_repaired_when_idle(
 
     monkeypatch.setattr(owner, name, forget)
     recorder = Recorder([request(i, [100 * i], 9) for i in (1, 2)])
-    params = TrtGptModelOptionalParams(max_batch_size=2, overlap_scheduler=overlap)
-    with running(recorder, params=params) as manager:
+    with running(recorder, max_batch_size=2, overlap_scheduler=overlap) as manager:
         recorder.wait_for_finals(1, 2)
         batcher = when_idle(manager)
         assert forgotten == []
@@ -199,18 +199,6 @@ def test_blocks_or_slot_that_were_not_released_are_repaired_when_idle(
         assert when_idle(manager) is batcher
         assert repairs_of(manager) == 1
     assert caplog.text.count(REPAIRED) == 1
-
-
-def test_idle_loop_that_lost_nothing_keeps_its_batcher(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    recorder = Recorder([request(i, [100 * i], 9) for i in range(1, 5)])
-    with running(recorder) as manager:
-        batcher = manager._batcher
-        recorder.wait_for_finals(1, 2, 3, 4)
-        assert when_idle(manager) is batcher
-        assert repairs_of(manager) == 0
-    assert REPAIRED not in caplog.text
 
 
 def test_full_check_runs_once_a_minute() -> None:

@@ -6,28 +6,29 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.checkpoints import VOCAB_SIZE, oracle_logits, oracle_tokens, write_checkpoint
+from support.checkpoints import VOCAB_SIZE, oracle_logits, oracle_tokens
 from support.manager_harness import (
     BOTH_LOOPS,
     GUARANTEED,
     MAX_UTILIZATION,
+    EditingEngine,
     Recorder,
     request,
     running,
+    serve,
+    small_engine,
 )
 from support.triton_stub import CountingEngine
 from transformers import AutoTokenizer
 
-from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.errors import ConfigurationError, InvalidRequest
+from inflight_backend.engine import Engine
+from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.logits_processors import (
-    ActiveProcessors,
     check_logits_processors,
     find_logits_processors,
 )
@@ -38,7 +39,6 @@ from inflight_backend.manager.parameters import (
 )
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import PROCESSOR_FIELD
-from inflight_scheduler import TrtGptModelType
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
@@ -105,32 +105,14 @@ def late(_: int, logits: torch.Tensor, tokens: Tokens, __: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return write_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def engine(folder: Path) -> Engine:
-    return make_engine(folder, 512)
+    return small_engine(folder, 512, max_batch_size=4)
 
 
 def asking(
     request_id: int, prompt: Sequence[int], num_new: int, name: str, **values: Any
 ) -> InferenceRequest:
     return request(request_id, prompt, num_new, **{PROCESSOR_FIELD: name, **values})
-
-
-def make_engine(folder: Path, num_tokens: int) -> Engine:
-    config = EngineConfig(
-        device="cpu",
-        max_batch_size=4,
-        tokens_per_block=4,
-        max_num_tokens=32,
-        max_seq_len=32,
-        max_tokens_in_paged_kv_cache=num_tokens,
-    )
-    return Engine.load(folder, config)
 
 
 def params_of(
@@ -155,18 +137,21 @@ def test_processor_gets_the_text_so_far_and_changes_what_is_sampled(
     """Also in chunks and with pauses; another request of the batch gets what it would get alone."""
     prompts = {i: PROMPT[i:] for i in (1, 2, 3)}
     processor = OnlyHigher()
-    recorder = Recorder(
+    params = params_of(overlap, {"only-higher": processor}, has_chunks=is_scarce)
+    engine, policy = (
+        (small_engine(folder, 40, max_batch_size=4), MAX_UTILIZATION)
+        if is_scarce
+        else (engine, GUARANTEED)
+    )
+    recorder = serve(
         [
             asking(i, prompt, NUM_NEW, "only-higher" if i < 3 else "")
             for i, prompt in prompts.items()
-        ]
+        ],
+        engine,
+        policy,
+        params=params,
     )
-    params = params_of(overlap, {"only-higher": processor}, has_chunks=is_scarce)
-    engine, policy = (
-        (make_engine(folder, 40), MAX_UTILIZATION) if is_scarce else (engine, GUARANTEED)
-    )
-    with running(recorder, engine, policy, params=params):
-        recorder.wait_for_finals(*prompts)
     assert (max(stats["Paused Requests"] for stats in recorder.stats) > 0) == is_scarce
     assert recorder.tokens(3) == oracle_tokens(folder, prompts[3], NUM_NEW)
     for i in (1, 2):
@@ -175,33 +160,6 @@ def test_processor_gets_the_text_so_far_and_changes_what_is_sampled(
         wanted = [prompts[i] + answer[:n] for n in range(NUM_NEW)]
         assert [text for n, text in enumerate(processor.shown[i]) if n < NUM_NEW] == wanted
     assert 3 not in processor.shown
-
-
-def page_module(number: int) -> tuple[types.ModuleType, str]:
-    """A code block of docs/sampling.md as a module, and the page."""
-    page = (Path(__file__).parents[3] / "docs/sampling.md").read_text(encoding="utf-8")
-    code = re.findall("```python\n(.*?)```", page, re.DOTALL)[number]
-    module = types.ModuleType("my_module")
-    exec(compile(code, "docs/sampling.md", "exec"), module.__dict__)
-    return module, page
-
-
-def test_processors_of_the_documentation_work(
-    folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first code block of docs/sampling.md, named in the setting."""
-    module, page = page_module(0)
-    monkeypatch.setitem(sys.modules, "my_module", module)
-    setting = page.partition("--set logits_processors=")[2].partition("\n")[0]
-    names = dict(enumerate(["no-double", "digits"], start=1))
-    recorder = Recorder([asking(i, PROMPT, NUM_NEW, n) for i, n in names.items()])
-    params = params_of(OverlapScheduler.OFF, find_logits_processors(setting))
-    with running(recorder, engine, params=params):
-        recorder.wait_for_finals(*names)
-    tokens = PROMPT[-1:] + recorder.tokens(1)
-    assert all(one != other for one, other in pairwise(tokens))
-    assert set(recorder.tokens(2)) <= set(range(19, 29))
-    assert recorder.tokens(2) != oracle_tokens(folder, PROMPT, NUM_NEW)
 
 
 class Phrase:
@@ -249,15 +207,18 @@ def test_published_processors_run_as_the_documentation_shows(
     vars(zoo)["__getattr__"] = published
     monkeypatch.setitem(sys.modules, zoo.__name__, zoo)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", {"my_checkpoint": "the tokenizer"}.get)
-    module, _ = page_module(1)
+    page = (Path(__file__).parents[3] / "docs/sampling.md").read_text(encoding="utf-8")
+    code = re.findall("```python\n(.*?)```", page, re.DOTALL)[1]
+    module = types.ModuleType("my_module")
+    exec(compile(code, "docs/sampling.md", "exec"), module.__dict__)
     processors = {"phrase": module.LastPhrase, "no-repeat": module.NoRepeat}
     names = {1: "phrase", 2: "no-repeat", 3: ""}
     liked = [100.0 * (token == 33) for token in range(VOCAB_SIZE)]
-    recorder = Recorder(
-        [asking(i, PROMPT, 6, name, embedding_bias=liked) for i, name in names.items()]
+    recorder = serve(
+        [asking(i, PROMPT, 6, name, embedding_bias=liked) for i, name in names.items()],
+        engine,
+        params=params_of(OverlapScheduler.OFF, processors),
     )
-    with running(recorder, engine, params=params_of(OverlapScheduler.OFF, processors)):
-        recorder.wait_for_finals(*names)
     assert recorder.tokens(1) == [11, 12, 13, 14, 14, 14]
     assert [token == 33 for token in recorder.tokens(2)] == [True, True, True, False, True, True]
     assert recorder.tokens(3) == [33] * 6
@@ -354,9 +315,11 @@ def test_failing_processor_ends_only_its_request(
     message: str,
 ) -> None:
     """One that changes nothing does not fail: most have nothing to do at most tokens."""
-    recorder = Recorder([asking(1, PROMPT, 6, "bad"), request(2, PROMPT[2:], 6)])
-    with running(recorder, engine, params=params_of(overlap, {"bad": processor})):
-        recorder.wait_for_finals(1, 2)
+    recorder = serve(
+        [asking(1, PROMPT, 6, "bad"), request(2, PROMPT[2:], 6)],
+        engine,
+        params=params_of(overlap, {"bad": processor}),
+    )
     assert recorder.tokens(2) == oracle_tokens(folder, PROMPT[2:], 6)
     assert [is_final for _, is_final, _ in recorder.responses[1]].count(True) == 1
     error = recorder.responses[1][-1][2]
@@ -375,49 +338,34 @@ def test_processor_that_fails_behind_the_last_token_fails_no_request(
     """In the overlapped loop it is called once more before the stop word is found."""
     answer = oracle_tokens(folder, PROMPT, 6)
     stop_words = [answer[1:3], [2, -1]]
-    recorder = Recorder([asking(1, PROMPT, 6, "late", stop_words_list=stop_words)])
-    with running(recorder, engine, params=params_of(overlap, {"late": late})):
-        recorder.wait_for_finals(1)
+    recorder = serve(
+        [asking(1, PROMPT, 6, "late", stop_words_list=stop_words)],
+        engine,
+        params=params_of(overlap, {"late": late}),
+    )
     assert recorder.responses[1][-1][2] == ""
     assert recorder.tokens(1) == answer[:3]
 
 
-def test_unknown_processor_is_refused(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("engine_class", "name", "values", "message"),
+    [
+        (EditingEngine, "unknown", {}, "names 'unknown', and this server has no logits processor"),
+        (EditingEngine, "bad\n", {}, "names 'bad\\n', and this server has no logits processor"),
+        (CountingEngine, "bad", {}, "names 'bad', and this server has no logits processor"),
+        (EditingEngine, "bad", {"beam_width": 2}, "cannot go with a 'beam_width' above 1"),
+        (EditingEngine, "", {}, ""),
+    ],
+)
+def test_processor_that_cannot_be_used_is_refused(
+    engine_class: type[CountingEngine], name: str, values: dict[str, Any], message: str
+) -> None:
     """The names of the others are not told."""
-    names = {1: "unknown", 2: "bad\n", 3: ""}
-    recorder = Recorder([asking(i, [1, 2], 2, name) for i, name in names.items()])
-    with running(recorder, engine, params=params_of(OverlapScheduler.OFF, {"bad": raises})):
-        recorder.wait_for_finals(*names)
-    for i, shown in ((1, "'unknown'"), (2, "'bad\\n'")):
-        error = recorder.responses[i][-1][2]
-        assert error == (
-            f"'{PROCESSOR_FIELD}' names {shown}, and this server has no logits processor "
-            "of that name; leave it out"
-        )
-    assert len(recorder.tokens(3)) == 2
-
-
-def test_processor_with_beams_is_refused() -> None:
-    processors = ActiveProcessors({"bad": raises}, can_edit=True)
-    values: dict[str, Any] = {PROCESSOR_FIELD: "bad"}
-    processors.check(InferenceRequest.from_tokens(1, [1], 2, beam_width=1, **values))
-    with pytest.raises(
-        InvalidRequest, match=f"'{PROCESSOR_FIELD}' cannot go with a 'beam_width' above 1"
-    ):
-        processors.check(InferenceRequest.from_tokens(1, [1], 2, beam_width=2, **values))
-
-
-def test_processor_is_refused_by_an_engine_without_logits_and_by_v1() -> None:
-    recorder = Recorder([asking(1, [1], 2, "bad")])
-    params = params_of(OverlapScheduler.OFF, {"bad": raises})
-    with running(recorder, CountingEngine(), params=params):
-        recorder.wait_for_finals(1)
-    assert "has no logits processor of that name" in recorder.responses[1][-1][2]
-    with (
-        pytest.raises(ConfigurationError, match="not available with gpt_model_type V1"),
-        running(Recorder(), CountingEngine(), params=params, model_type=TrtGptModelType.V1),
-    ):
-        pass
+    asked = asking(1, [1, 2], 2, name, **values)
+    recorder = serve([asked], engine_class(), logits_processors={"bad": raises})
+    error = recorder.responses[1][-1][2]
+    assert error.startswith(f"'{PROCESSOR_FIELD}' {message}" if message else "")
+    assert (error == "") == (message == "")
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from operator import attrgetter
 
 import pytest
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.parameters import (
-    ServerParameters,
     TrtGptModelOptionalParams,
     parse_parameters,
 )
@@ -17,11 +15,6 @@ from inflight_protocol import PARAMETERS
 from inflight_scheduler import ContextChunkingPolicy
 
 MINIMAL = {"gpt_model_path": "checkpoint"}
-
-
-def test_fields_are_the_honoured_keys_of_the_table() -> None:
-    honoured = [spec.name for spec in PARAMETERS if spec.is_honoured]
-    assert [f.name for f in fields(ServerParameters)] == honoured
 
 
 def test_template_that_is_not_filled_is_all_defaults() -> None:
@@ -39,7 +32,6 @@ def test_template_that_is_not_filled_is_all_defaults() -> None:
     [
         ("max_batch_size", "1", 1),
         ("max_batch_size", "", 256),
-        ("batch_scheduler_policy", "", "guaranteed_no_evict"),
         ("drain_file", "", None),
         ("max_batch_size", " 65536 ", 65536),
         ("kv_cache_free_gpu_mem_fraction", "0.5", 0.5),
@@ -49,12 +41,7 @@ def test_template_that_is_not_filled_is_all_defaults() -> None:
         ("device", "cpu", "cpu"),
         ("scheduler_class", "mine:Scheduler", "mine:Scheduler"),
         ("batch_scheduler_policy", "static_batch", "static_batch"),
-        ("context_chunking_policy", "equal_progress", "equal_progress"),
-        ("context_chunk_unit", "64", 64),
-        ("priority_span", "0", 0.0),
         ("max_queue_size", "0", 0),
-        ("max_queue_seconds", "2.5", 2.5),
-        ("max_run_seconds", "", None),
         ("max_seq_len", "${max_seq_len}", None),
         ("max_seq_len", "", None),
     ],

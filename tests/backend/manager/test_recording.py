@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import random
 import re
@@ -13,19 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.manager_harness import MAX_UTILIZATION, Recorder, fail_once, request, running
-from support.recorder_worlds import TextSink, read
+from support.manager_harness import MAX_UTILIZATION, Recorder, fail_once, request, running, serve
 from support.triton_stub import CountedStep, CountingEngine
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_recorder.cost_model import fit_cost_model
 from inflight_recorder.replay import ReplayResult, replay
 from inflight_recorder.storage import RecordingReader, open_recording
 from inflight_recorder.timeline import build_timeline
-from inflight_recorder.whatif import predict
 from inflight_recorder.workload import read_workload
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
@@ -51,7 +47,11 @@ def same(result: ReplayResult) -> ReplayResult:
     return result
 
 
-def test_stops_errors_and_failed_steps_replay_identically(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
+def test_chunks_stops_and_failed_steps_replay_identically(
+    tmp_path: Path, policy: CapacitySchedulerPolicy
+) -> None:
+    """Prompts and answers that begin alike; every seventh client stops its request."""
     path = tmp_path / "recording.jsonl"
     rng = random.Random(4)
 
@@ -59,18 +59,24 @@ def test_stops_errors_and_failed_steps_replay_identically(tmp_path: Path) -> Non
         if rng.random() < 0.02:
             raise InvalidDecision("the engine is tired")
 
-    recorder = Recorder([request(i, [i], rng.randint(1, 60)) for i in range(1, 81)])
-    # Every seventh client stops its request after some tokens.
+    recorder = Recorder(
+        [request(i, range(1, rng.randint(20, 60)), rng.randint(1, 40)) for i in range(1, 81)]
+    )
     recorder.on_response = lambda i, is_final: (
         recorder.stops.add(i) if i % 7 == 0 and len(recorder.responses[i]) > 5 else None
     )
-    engine = CountingEngine(num_blocks=20, before_step=fail_sometimes)
-    params = TrtGptModelOptionalParams(max_batch_size=8, record_file=str(path))
-    with running(recorder, engine, MAX_UTILIZATION, params=params):
-        recorder.wait_for_finals(*range(1, 81))
+    serve(
+        recorder,
+        CountingEngine(num_blocks=50, max_num_tokens=48, before_step=fail_sometimes),
+        policy,
+        record_file=str(path),
+        enable_chunked_context=True,
+        context_chunk_unit=8,
+    )
     result = replay_file(path)
     assert result.num_requests == 80
-    assert result.num_pauses > 0
+    assert (result.num_pauses > 0) == (policy is MAX_UTILIZATION)
+    assert recorder.stats[-1]["Reused KV cache blocks"] > 100
     content = path.read_text()
     assert '"error"' in content
     assert '"cancelled"' in content
@@ -86,11 +92,8 @@ def test_no_token_of_a_prompt_or_an_answer_is_in_a_recording(tmp_path: Path) -> 
         for i, tokens in tokens_of.items()
     ]
     engine = CountingEngine(num_blocks=40, vocab_size=2**31 - 1)
-    params = TrtGptModelOptionalParams(
-        KvCacheConfig(enable_block_reuse=True), max_batch_size=8, record_file=str(path)
-    )
     recorder = Recorder(requests)
-    with running(recorder, engine, MAX_UTILIZATION, params=params) as manager:
+    with running(recorder, engine, MAX_UTILIZATION, record_file=str(path)) as manager:
         recorder.wait_for_finals(*tokens_of)
         ring = "".join(manager.recording().result())
     for i, tokens in tokens_of.items():
@@ -102,60 +105,6 @@ def test_no_token_of_a_prompt_or_an_answer_is_in_a_recording(tmp_path: Path) -> 
     assert numbers.isdisjoint(token for tokens in tokens_of.values() for token in tokens)
 
 
-def test_what_if_follows_the_priorities_of_the_server(tmp_path: Path) -> None:
-    """Urgent requests that came last start first, both measured and predicted."""
-    path = tmp_path / "recording.jsonl"
-    requests = [request(i, [i] * 8, 20, priority=float(i > 30)) for i in range(1, 41)]
-    params = TrtGptModelOptionalParams(max_batch_size=40, priority_span=50.0, record_file=str(path))
-    recorder = Recorder(requests)
-    with running(recorder, CountingEngine(num_blocks=40), params=params):
-        recorder.wait_for_finals(*range(1, 41))
-    with open_recording(path) as reader:
-        settings, measured = reader.settings, _order_of_starts(reader)
-    assert settings.priority_span == 50.0
-    assert set(measured[:10]) == set(range(31, 41))
-    with open_recording(path) as reader:
-        workload = read_workload(reader)
-    sink = TextSink()
-    predict(settings, workload.jobs, fit_cost_model(workload.samples), sink=sink)
-    assert _order_of_starts(read(sink.text)) == measured
-
-
-def _order_of_starts(reader: RecordingReader) -> list[int]:
-    decisions = [iteration.decision for iteration in reader if iteration.decision is not None]
-    ids = [chunk.request_id for decision in decisions for chunk in decision.context]
-    return list(dict.fromkeys(ids))
-
-
-@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
-def test_chunks_and_reuse_replay_identically(
-    tmp_path: Path, policy: CapacitySchedulerPolicy
-) -> None:
-    """Prompts and answers that begin alike; a fifth is stopped."""
-    path = tmp_path / "recording.jsonl"
-    rng = random.Random(4)
-    recorder = Recorder(
-        [request(i, range(1, rng.randint(20, 60)), rng.randint(1, 40)) for i in range(1, 61)]
-    )
-    recorder.on_response = lambda i, is_final: (
-        recorder.stops.add(i) if i % 5 == 0 and len(recorder.responses[i]) > 5 else None
-    )
-    params = TrtGptModelOptionalParams(
-        max_batch_size=8,
-        record_file=str(path),
-        enable_chunked_context=True,
-        context_chunk_unit=8,
-        kv_cache_config=KvCacheConfig(enable_block_reuse=True),
-    )
-    engine = CountingEngine(num_blocks=50, max_num_tokens=48)
-    with running(recorder, engine, policy, params=params) as manager:
-        recorder.wait_for_finals(*range(1, 61))
-        stats = json.loads(manager.stats_json)
-    result = replay_file(path)
-    assert result.num_requests == 60
-    assert stats["Reused KV cache blocks"] > 100
-
-
 @pytest.mark.case(78, 113)
 def test_real_engine_with_a_quarter_of_the_blocks_replays_identically(tmp_path: Path) -> None:
     """The answers count without a gap although requests are paused."""
@@ -163,17 +112,15 @@ def test_real_engine_with_a_quarter_of_the_blocks_replays_identically(tmp_path: 
     codec = TextCodec.load(DEMO_MODEL, None)
     assert codec is not None
     prompts = {i: codec.encode(f"{10 * i} {10 * i + 1}", 100) for i in range(1, 17)}
-    recorder = Recorder(
-        [request(i, prompt, 40, exclude_input_in_output=True) for i, prompt in prompts.items()]
-    )
-    params = TrtGptModelOptionalParams(
+    recorder = serve(
+        [request(i, prompt, 40, exclude_input_in_output=True) for i, prompt in prompts.items()],
+        DEMO_MODEL,
+        MAX_UTILIZATION,
         max_batch_size=16,
         record_file=str(path),
         kv_cache_config=KvCacheConfig(max_tokens=192, tokens_per_block=4),
         device="cpu",
     )
-    with running(recorder, DEMO_MODEL, MAX_UTILIZATION, params=params):
-        recorder.wait_for_finals(*prompts)
     for i, prompt in prompts.items():
         words = codec.decode(prompt + recorder.tokens(i)).split()[:-1]  # the last may be cut
         assert [int(word) for word in words] == list(range(10 * i, 10 * i + len(words)))
@@ -217,8 +164,7 @@ def test_failing_scheduler_is_recorded_as_no_decision(tmp_path: Path) -> None:
     path = tmp_path / "recording.jsonl"
     recorder = Recorder([request(1, [1], 5), request(2, [1], 5)])
 
-    params = TrtGptModelOptionalParams(max_batch_size=8, record_file=str(path))
-    with running(recorder, params=params) as manager:
+    with running(recorder, record_file=str(path)) as manager:
         recorder.wait_for_finals(1, 2)
         fail_once(manager._batcher._scheduler, "schedule_request", RuntimeError("once")).arm()
         recorder.pending = [request(3, [1], 5)]
@@ -296,12 +242,9 @@ def test_step_whose_requests_have_all_ended_replays(fault: str, has_drafts: bool
     recorder = Pausing(
         request(1, prompt, 20), [request(2, prompt, 6, **drafts), request(3, prompt, 6)]
     )
-    recorder.on_response = lambda *_: (
-        recorder.stops.add(1) if len(recorder.responses[1]) == 3 else None
-    )
-    params = TrtGptModelOptionalParams(KvCacheConfig(enable_block_reuse=True), max_batch_size=4)
+    recorder.when(1, 3, lambda: recorder.stops.add(1))
     engine = EngineThatFailsOnce(4, fault)
-    with running(recorder, engine, MAX_UTILIZATION, params=params) as manager:
+    with running(recorder, engine, MAX_UTILIZATION, max_batch_size=4) as manager:
         recorder.wait_for_finals(1, 2, 3)
         text = "".join(manager.recording().result())
     assert recorder.tokens(1) == [21, 22, 23]
@@ -333,12 +276,9 @@ def test_prompt_of_a_step_that_ended_the_thread_is_not_cached(is_overlapped: boo
             recorder.pending += later
 
     recorder.on_response = send_later
-    params = TrtGptModelOptionalParams(
-        KvCacheConfig(enable_block_reuse=True), max_batch_size=4, enable_chunked_context=False
-    )
     engine = EngineThatLeavesOnce(max_num_tokens=24)
     engine.is_asynchronous = is_overlapped
-    with running(recorder, engine, params=params) as manager:
+    with running(recorder, engine, max_batch_size=4, enable_chunked_context=False) as manager:
         recorder.wait_for_finals(1, 2, 3)
         text = "".join(manager.recording().result())
     assert recorder.tokens(2) == list(range(21, 27))

@@ -12,13 +12,13 @@ from support.manager_harness import (
     Recorder,
     request,
     running,
+    serve,
 )
 from support.triton_stub import CountingEngine
 
 from inflight_backend.engine.interface import MemoryUsage, StepOutputs
-from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import OverlapScheduler
 from inflight_backend.manager.statistics import IterationStats
-from inflight_backend.manager.wait_reasons import describe_load
 from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
 from inflight_protocol import METRICS
 from inflight_scheduler import ScheduledBatch, TrtGptModelType
@@ -28,10 +28,7 @@ V1 = TrtGptModelType.V1
 
 @BOTH_LOOPS
 def test_keys_are_the_documented_ones(overlap: OverlapScheduler) -> None:
-    recorder = Recorder([request(1, [1, 2, 3], 3)])
-    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
-    with running(recorder, params=params):
-        recorder.wait_for_finals(1)
+    recorder = serve([request(1, [1, 2, 3], 3)], overlap_scheduler=overlap)
     keys = sorted(recorder.stats[0])
     assert keys == [
         "Active Request Count",
@@ -71,10 +68,11 @@ def test_keys_are_the_documented_ones(overlap: OverlapScheduler) -> None:
 @BOTH_LOOPS
 def test_running_and_waiting_requests_are_counted(overlap: OverlapScheduler) -> None:
     """One of three fits until its last token: it needs five blocks of eight."""
-    recorder = Recorder([request(i, [100 * i, 1, 2], 17) for i in range(1, 4)])
-    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
-    with running(recorder, CountingEngine(num_blocks=8), params=params):
-        recorder.wait_for_finals(1, 2, 3)
+    recorder = serve(
+        [request(i, [100 * i, 1, 2], 17) for i in range(1, 4)],
+        CountingEngine(num_blocks=8),
+        overlap_scheduler=overlap,
+    )
     # The overlapped loop also reports turns in which it only reads the last token of a request.
     turns = [stats for stats in recorder.stats if stats["Scheduled Requests"] > 0]
     assert [stats["Waiting Requests"] for stats in turns] == [2] * 17 + [1] * 17 + [0] * 17
@@ -88,15 +86,12 @@ def test_time_is_that_of_the_measurement_and_the_load_names_its_numbers() -> Non
     """Statistics that are read later, as while a step hangs, must look old."""
     stats = IterationStats(
         iteration=7,
+        batch=ScheduledBatch(iteration=0),
         num_active_requests=5,
         max_num_requests=8,
-        num_scheduled_requests=3,
-        num_context_requests=1,
-        num_generation_requests=2,
         num_paused_requests=0,
         num_waiting_requests=2,
         num_repairs=0,
-        num_context_tokens=20,
         max_num_blocks=40,
         num_free_blocks=1,
         tokens_per_block=16,
@@ -104,15 +99,15 @@ def test_time_is_that_of_the_measurement_and_the_load_names_its_numbers() -> Non
         measured_at=datetime(2026, 1, 2, 3, 4, 5).timestamp(),
     )
     assert json.loads(stats.to_json())["Timestamp"] == "01-02-2026 03:04:05"
-    assert describe_load(stats) == (
+    assert stats.describe_load() == (
         "5 of 8 places are taken, 2 of those requests wait, and 1 of 40 KV blocks are free"
     )
 
 
 def test_v1_counts_the_slots_that_padding_would_waste() -> None:
-    recorder = Recorder([request(1, [1], 2), request(2, [50, 51], 4), request(3, [9], 1)])
-    with running(recorder, model_type=V1):
-        recorder.wait_for_finals(1, 2, 3)
+    recorder = serve(
+        [request(1, [1], 2), request(2, [50, 51], 4), request(3, [9], 1)], model_type=V1
+    )
     seen = [
         (
             stats["Scheduled Requests"],
@@ -172,9 +167,7 @@ class SearchingEngine(CountingEngine):
 def test_v1_slot_of_a_request_that_waits_for_another_beam_width_is_not_empty() -> None:
     """Requests 1 and 3 run together; 2 has two beams and generates after both."""
     requests = [request(1, [1], 3), request(2, [50, 51], 4, beam_width=2), request(3, [7], 2)]
-    recorder = Recorder(requests)
-    with running(recorder, SearchingEngine(), model_type=V1, max_beam_width=2):
-        recorder.wait_for_finals(1, 2, 3)
+    recorder = serve(requests, SearchingEngine(), model_type=V1, max_beam_width=2)
     seen = [(s["Total Generation Tokens"], s["Empty Generation Slots"]) for s in recorder.stats]
     assert seen == [(0, 0), (2, 0), (1, 1), (1, 2), (1, 2), (1, 2)]
 
@@ -182,23 +175,21 @@ def test_v1_slot_of_a_request_that_waits_for_another_beam_width_is_not_empty() -
 def test_v1_stopped_request_leaves_its_slot_empty() -> None:
     recorder = Recorder([request(1, [1], 200), request(2, [50], 4)])
     recorder.stops = {1}
-    with running(recorder, model_type=V1):
-        recorder.wait_for_finals(1, 2)
+    serve(recorder, model_type=V1)
     assert recorder.responses[1] == [([1, 2], True, "")]
     assert [stats["Empty Generation Slots"] for stats in recorder.stats] == [0, 1, 1, 1]
 
 
 def test_v1_batch_size_is_kept_in_turns_that_only_read_tokens() -> None:
     """A request with drafts arrives while a step runs, which is then read in a turn of its own."""
-    params = TrtGptModelOptionalParams(
+    drafting = request(3, [70], 4, draft_input_ids=[71, 72])
+    recorder = serve(
+        [request(1, [1], 6), request(2, [50], 4), drafting],
         max_batch_size=2,
         overlap_scheduler=OverlapScheduler.ON,
         speculative_decoding_config=SpeculativeDecodingConfig(max_draft_len=2),
+        model_type=V1,
     )
-    drafting = request(3, [70], 4, draft_input_ids=[71, 72])
-    recorder = Recorder([request(1, [1], 6), request(2, [50], 4), drafting])
-    with running(recorder, params=params, model_type=V1):
-        recorder.wait_for_finals(1, 2, 3)
     seen = [stats["Empty Generation Slots"] for stats in recorder.stats]
     assert min(seen) == 0
     assert max(seen) == 1

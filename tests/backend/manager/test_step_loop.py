@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.checkpoints import write_checkpoint
 from support.manager_harness import (
     GUARANTEED,
     LOOP_FAILED,
@@ -17,14 +15,14 @@ from support.manager_harness import (
     Recorder,
     request,
     running,
+    serve,
+    small_engine,
 )
 from support.triton_stub import CountedStep, CountingEngine, LostStep
 
-from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.manager.parameters import (
     KvCacheConfig,
     OverlapScheduler,
-    TrtGptModelOptionalParams,
 )
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import PROCESSOR_FIELD
@@ -65,8 +63,7 @@ def test_step_behind_a_lost_one_fails_too() -> None:
         late.clear()
 
     engine = LosingEngine(1, before_step=arrive)
-    params = TrtGptModelOptionalParams(KvCacheConfig(enable_block_reuse=True), max_batch_size=4)
-    with running(recorder, engine, params=params) as manager:
+    with running(recorder, engine, max_batch_size=4) as manager:
         recorder.wait_for_finals(1, 2)
         assert engine.batches[1].context_chunks, "the second ran beside the first"
         for number in (1, 2):
@@ -77,18 +74,17 @@ def test_step_behind_a_lost_one_fails_too() -> None:
 def test_lost_step_of_an_ended_request_does_not_end_the_next_with_its_id() -> None:
     """Request 1 ends while that step runs; a second one with its id waits for blocks."""
     values: dict[str, Any] = {PROCESSOR_FIELD: "mine"}
-    later = [request(1, range(289, 301), 4, **values)]
+    later = request(1, range(289, 301), 4, **values)
     recorder = Recorder([request(1, [20], 9, end_id=23), request(2, range(97, 101), 12)])
-    recorder.on_response = lambda request_id, is_final: (
-        recorder.pending.append(later.pop())
-        if later and (request_id, is_final) == (1, True)
-        else None
-    )
+    recorder.when(1, 3, lambda: recorder.pending.append(later))  # its final response
     engine = LosingEngine(4, num_blocks=4)
-    params = TrtGptModelOptionalParams(
-        max_batch_size=4, logits_processors={"mine": lambda *_: None}
-    )
-    with running(recorder, engine, MAX_UTILIZATION, params=params) as manager:
+    with running(
+        recorder,
+        engine,
+        MAX_UTILIZATION,
+        max_batch_size=4,
+        logits_processors={"mine": lambda *_: None},
+    ) as manager:
         recorder.wait_for_finals(2)
         with recorder.done:
             recorder.done.wait_for(lambda: len(recorder.tokens(1)) == 6, 30)
@@ -178,12 +174,6 @@ def make_requests() -> list[InferenceRequest]:
     ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return write_checkpoint(tmp_path_factory.mktemp("llama"))
-
-
 def answers(
     folder: Path,
     policy: CapacitySchedulerPolicy = GUARANTEED,
@@ -192,21 +182,14 @@ def answers(
     **params: Any,
 ) -> tuple[list[list[int]], int]:
     """The answer to each kind, and the largest number of paused requests."""
-    config = EngineConfig(
-        device="cpu",
-        max_batch_size=8,
-        tokens_per_block=4,
-        max_num_tokens=48,
-        max_seq_len=48,
-        max_tokens_in_paged_kv_cache=num_tokens,
-    )
-    recorder = Recorder(make_requests())
     params = {"overlap_scheduler": OverlapScheduler.OFF, **params}
-    options = TrtGptModelOptionalParams(
-        max_batch_size=8, kv_cache_config=KvCacheConfig(enable_block_reuse=reuse), **params
+    recorder = serve(
+        make_requests(),
+        small_engine(folder, num_tokens, max_num_tokens=48, max_seq_len=48),
+        policy,
+        kv_cache_config=KvCacheConfig(enable_block_reuse=reuse),
+        **params,
     )
-    with running(recorder, Engine.load(folder, config), policy, params=options):
-        recorder.wait_for_finals(*range(len(KINDS)))
     assert (recorder.stats[-1].get("Reused KV cache blocks", 0) > 0) == reuse
     num_paused = max(stats["Paused Requests"] for stats in recorder.stats)
     return [recorder.tokens(i) for i in range(len(KINDS))], num_paused

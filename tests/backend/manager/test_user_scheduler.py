@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.manager_harness import BOTH_LOOPS, WAIT, Recorder, request, running
+from support.manager_harness import BOTH_LOOPS, WAIT, Recorder, request, running, serve
 from support.triton_stub import CountingEngine
 from support.user_schedulers import (
     AsksForMore,
@@ -29,7 +29,6 @@ from support.user_schedulers import (
     Interrupts,
     Invents,
     Lazy,
-    LeastServed,
     OneAtATime,
     OwnParts,
     PausesAll,
@@ -46,11 +45,10 @@ from support.user_schedulers import (
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.batcher import Batcher
 from inflight_backend.manager.parameters import (
-    KvCacheConfig,
     OverlapScheduler,
     TrtGptModelOptionalParams,
 )
-from inflight_backend.manager.step_loop import make_steps
+from inflight_backend.manager.step_loop import StepLoop
 from inflight_backend.manager.user_scheduler import find_scheduler_class
 from inflight_recorder.replay import replay
 from inflight_recorder.storage import RecordingReader, open_recording
@@ -71,29 +69,12 @@ def params_for(scheduler: type) -> TrtGptModelOptionalParams:
     )
 
 
-def test_user_scheduler_decides() -> None:
-    recorder = Recorder([request(i, [100 * i], 30 - i) for i in range(1, 6)])
-    finished: list[int] = []
-    recorder.on_response = lambda i, is_final: finished.append(i) if is_final else None
-    engine = CountingEngine()
-    with running(recorder, engine, params=params_for(OneAtATime)):
-        recorder.wait_for_finals(*range(1, 6))
-    assert finished == [5, 4, 3, 2, 1]
-    assert max(len(b.context_chunks) + len(b.generation_slots) for b in engine.batches) == 1
-
-
 @BOTH_LOOPS
 def test_user_scheduler_may_change_the_list_it_is_given(
     overlap: OverlapScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Recorder([request(i, [100 * i], 30 - i) for i in range(1, 7)])
-    engine = CountingEngine()
-    params = replace(
-        params_for(TakesOut),
-        overlap_scheduler=overlap,
-    )
-    with running(recorder, engine, params=params):
-        recorder.wait_for_finals(*range(1, 7))
+    engine, params = CountingEngine(), replace(params_for(TakesOut), overlap_scheduler=overlap)
+    serve([request(i, [100 * i], 30 - i) for i in range(1, 7)], engine, params=params)
     assert "takes over" not in caplog.text
     assert max(len(b.context_chunks) + len(b.generation_slots) for b in engine.batches) == 3
 
@@ -139,37 +120,15 @@ def test_bad_scheduler_is_overruled_with_one_warning(
 def test_message_of_our_own_error_in_a_user_scheduler_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    recorder = Recorder([request(1, [7] * 30, 3), request(2, [8], 3)])
     params = replace(params_for(WholeContexts), enable_chunked_context=True)
-    with running(recorder, CountingEngine(max_num_tokens=16), params=params):
-        recorder.wait_for_finals(1, 2)
+    serve(
+        [request(1, [7] * 30, 3), request(2, [8], 3)],
+        CountingEngine(max_num_tokens=16),
+        params=params,
+    )
     (warning,) = [record for record in caplog.records if "takes over" in record.message]
     assert "request 1: a context of 30 tokens exceeds max_num_tokens=16" in warning.message
     assert "micro_batch.py" in (warning.exc_text or "")
-
-
-@BOTH_LOOPS
-def test_user_scheduler_that_pauses_requests_with_shared_blocks_counts_right(
-    overlap: OverlapScheduler, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With the `BlockForecast` of the documentation no decision is refused."""
-    prompts = {
-        i: [7] * 12 * (i % 3 == 0) + list(range(50 * i, 50 * i + 5 + i)) for i in range(1, 15)
-    }
-    recorder = Recorder([request(i, prompt, 20) for i, prompt in prompts.items()])
-    params = replace(
-        params_for(LeastServed),
-        kv_cache_config=KvCacheConfig(enable_block_reuse=True),
-        overlap_scheduler=overlap,
-    )
-    engine = CountingEngine(num_blocks=24, tokens_per_block=4, max_num_tokens=64)
-    with running(recorder, engine, params=params):
-        recorder.wait_for_finals(*prompts)
-    for i, prompt in prompts.items():
-        assert recorder.tokens(i) == list(range(prompt[-1] + 1, prompt[-1] + 21))
-    assert "takes over" not in caplog.text
-    assert max(stats["Paused Requests"] for stats in recorder.stats) > 0
-    assert recorder.stats[-1]["Reused KV cache blocks"] > 0
 
 
 def test_docs_name_existing_members() -> None:
@@ -192,11 +151,7 @@ def record_with(scheduler: type, path: Path) -> dict[str, Any]:
     engine = CountingEngine(num_blocks=20, tokens_per_block=4)
     answers: list[Future[dict[str, Any]]] = []
     with running(recorder, engine, params=params) as manager:
-        recorder.on_response = lambda i, is_final: (
-            answers.append(manager.why(2))
-            if i == 1 and not answers and len(recorder.tokens(1)) > 2
-            else None
-        )
+        recorder.when(1, 3, lambda: answers.append(manager.why(2)))
         recorder.pending = [request(i, [100 * i], 30 + i) for i in range(1, 4)]
         recorder.wait_for_finals(1, 2, 3)
     return answers[0].result(WAIT)
@@ -208,15 +163,18 @@ def reasons_in(path: Path) -> set[str]:
     return {each.first_reason for lane in lanes for each in lane.intervals if each.first_reason}
 
 
-def test_request_that_is_left_out_is_told_the_numbers(tmp_path: Path) -> None:
-    """By `why`, and in a timeline, which does not need the class."""
-    answer = record_with(OneAtATime, tmp_path / "r.jsonl")
-    text = "left out by the scheduler OneAtATime: needs 1 KV blocks, free 19; 1 of 8 places"
+@pytest.mark.parametrize("scheduler", [OneAtATime, FirstOne])
+def test_request_that_is_left_out_is_told_the_numbers(scheduler: type, tmp_path: Path) -> None:
+    """By `why`, and in a timeline, which does not need the class. The name of a capacity scheduler
+    is its own, not that of what it is combined with."""
+    answer = record_with(scheduler, tmp_path / "r.jsonl")
+    name = f"left out by the scheduler {scheduler.__name__}"
+    text = f"{name}: needs 1 KV blocks, free 19; 1 of 8 places"
     assert answer["reason"].startswith(f"{text} and 1 of 256 tokens are taken")
     assert (answer["code"], answer["place"], answer["num_waiting"]) == ("left_out", 1, 2)
     assert (answer["needed"], answer["available"], answer["num_requests"]) == (1, 19, 1)
     reasons = reasons_in(tmp_path / "r.jsonl")
-    assert all(reason.startswith("left out by the scheduler OneAtATime") for reason in reasons)
+    assert all(reason.startswith(name) for reason in reasons)
     assert any(text in reason for reason in reasons)
 
 
@@ -256,7 +214,7 @@ def test_why_changes_no_context_size_after_a_refused_decision() -> None:
         batcher.recorder.finish_iteration()
         return [len(chunk.tokens) for chunk in outcome.batch.context_chunks]
 
-    steps = make_steps(batcher)
+    steps = StepLoop(batcher)
     assert run_once() == [4, 12], "only the default cuts"
     assert batcher.explain() == {}, "the default would run all three, the third in part"
     assert run_once() == [15]
@@ -311,14 +269,6 @@ def test_every_kind_of_scheduler_plugs_in(
     with open_recording(tmp_path / "r.jsonl") as reader:
         result = replay(reader, scheduler_maker(params.scheduler_class))
     assert result.divergence is None, str(result)
-
-
-def test_capacity_scheduler_is_reported_by_its_name(tmp_path: Path) -> None:
-    """Not by that of what it is combined with."""
-    answer = record_with(FirstOne, tmp_path / "r.jsonl")
-    text = "left out by the scheduler FirstOne"
-    assert answer["reason"].startswith(text)
-    assert all(reason.startswith(text) for reason in reasons_in(tmp_path / "r.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -158,17 +158,6 @@ def test_cancelled_call_is_skipped() -> None:
         recorder.wait_for_finals(1)
 
 
-def test_callback_of_a_call_that_raises_does_not_stop_the_others() -> None:
-    def fail(_: object) -> None:
-        raise SystemExit
-
-    calls = LoopCalls(wake=lambda: None)
-    futures = [calls.call_soon(lambda: 1) for _ in range(2)]
-    futures[0].add_done_callback(fail)
-    calls.run_pending()
-    assert [future.result(0) for future in futures] == [1, 1]
-
-
 @pytest.mark.parametrize("attempt", range(5))
 def test_calls_during_the_shutdown_are_answered(attempt: int) -> None:
     futures: list[Future[int]] = []

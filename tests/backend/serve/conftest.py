@@ -1,43 +1,45 @@
-"""A launcher that nobody hears."""
+"""A launcher whose output cannot be written."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 import pytest
 
 
-@pytest.fixture(params=["the reader is gone", "the disk is full"])
-def unheard(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A descriptor to which nothing can be written.
-
-    "The reader does not read" is for other processes: pytest could not say that a test waits.
-    """
-    if request.param == "the disk is full":
-        writer = os.open("/dev/full", os.O_WRONLY)
-        yield writer
-    else:
-        reader, writer = os.pipe()
-        if request.param == "the reader is gone":
-            os.close(reader)
-        else:
-            _fill(writer)
-        yield writer
-        if request.param != "the reader is gone":
-            os.close(reader)
-    os.close(writer)
+def _pipe_without_reader() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
 
 
-def _fill(writer: int) -> None:
-    """Leave no room in a pipe; who writes to it waits from now on."""
+def _full_pipe() -> int:
+    """A pipe without room, whose reader stays open as long as this process."""
+    _, writer = os.pipe()
     os.set_blocking(writer, False)
     with suppress(BlockingIOError):
         while True:
             os.write(writer, b"x" * 4096)
     os.set_blocking(writer, True)
+    return writer
+
+
+_OPEN: dict[str, Callable[[], int]] = {
+    "the reader is gone": _pipe_without_reader,
+    "the reader does not read": _full_pipe,  # for other processes: pytest itself would wait
+    "the disk is full": lambda: os.open("/dev/full", os.O_WRONLY),
+}
+
+
+@pytest.fixture(params=["the reader is gone", "the disk is full"])
+def unheard(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A descriptor to which nothing can be written."""
+    writer = _OPEN[request.param]()
+    yield writer
+    os.close(writer)
 
 
 @pytest.fixture

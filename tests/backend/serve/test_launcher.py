@@ -1,5 +1,5 @@
-"""The story of one run over a server that only says that it is ready, with this process as model:
-what goes wrong beside it takes no part of the story away."""
+"""One run over a server that only says that it is ready, with this process as model: what goes
+wrong beside it takes no step of the way down away."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 from support.server_logs import without_grpc
+from support.triton_harness import wait_until
 
 from inflight_backend.errors import ServingError
 from inflight_backend.status import StatusWriter, stop_file_of
 from inflight_server.serve import launcher
 from inflight_server.serve import log_file as log
 from inflight_server.serve.launcher import Run
-from inflight_server.serve.process import ServerProcess, Vitals
+from inflight_server.serve.process import ServerHealth, ServerProcess
 from inflight_server.serve.settings import ServeSettings
 from inflight_server.serve.supervisor import Attempt, StopSignals
 from inflight_server.serve.tritonserver import TritonInstall
@@ -52,87 +53,72 @@ while os.fstat(1).st_size:
 print("after", flush=True)
 """
 DRAIN = 0.4
-READY = {
-    "model": "m",
-    "device": "cpu",
-    "dtype": "float32",
-    "num_blocks": 1,
-    "tokens_per_block": 1,
-    "policy": "p",
-    "max_batch_size": 1,
-    "max_seq_len": 1,
-    "max_num_tokens": 1,
-}
+NAMES = ("model", "device", "dtype", "policy")
+SIZES = ("num_blocks", "tokens_per_block", "max_batch_size", "max_seq_len", "max_num_tokens")
+READY = {**dict.fromkeys(NAMES, "m"), **dict.fromkeys(SIZES, 1)}
 
 
-class Story:
+class Started:
     """One `Run`, and what its server has printed."""
 
     def __init__(
-        self,
-        folder: Path,
-        workspace: Workspace,
-        scratch: BackendTmp,
-        signals: StopSignals,
-        drain_seconds: float,
+        self, folder: Path, workspace: Workspace, scratch: BackendTmp, drain_seconds: float
     ) -> None:
         self._log = folder / "log"
         with self._log.open("wb") as output:
-            self.server = ServerProcess([sys.executable, "-c", SERVER], os.environ, output)
-        wait_until(lambda: self.said.endswith("\n"))
-        settings = ServeSettings(http_port=int(self.said), drain_seconds=drain_seconds)
+            server = ServerProcess([sys.executable, "-c", SERVER], os.environ, output)
+        wait_until(lambda: self.output.endswith("\n"))
+        settings = ServeSettings(http_port=int(self.output), drain_seconds=drain_seconds)
         self.workspace = workspace
         self.model = StatusWriter(workspace.status_file)
         self.model.write("ready", **READY)
-        self.signals = signals
-        self.attempt = Attempt(1)
-        self._run = Run(settings, workspace, scratch, self.server, self.signals, self.attempt)
+        self.signals = StopSignals()
+        self.run_of_it = Run(settings, workspace, scratch, server, self.signals, Attempt(1))
 
     @property
-    def said(self) -> str:
-        """What the server has printed."""
+    def output(self) -> str:
         return without_grpc(self._log.read_text())
 
-    def run(self, interfere: Callable[[], None] | None = None) -> None:
-        """Run until it ends; when it is ready, ``interfere`` on another thread."""
+    def run(self, interfere: Callable[[], None] | None = None) -> float:
+        """Run until it ends; when it is ready, ``interfere`` on another thread. The seconds from
+        then on."""
+        began = time.monotonic()
 
         def wait() -> None:
+            nonlocal began
             if interfere is not None:
-                wait_until(lambda: self.attempt.ready_at is not None)
+                wait_until(lambda: self.run_of_it.attempt.ready_at is not None)
+                began = time.monotonic()
                 interfere()
 
         thread = threading.Thread(target=wait)
         thread.start()
         try:
-            self._run.run()
+            with self.signals:
+                self.run_of_it.run()
         finally:
             thread.join()
+        return time.monotonic() - began
 
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    def stop(self) -> None:
+        self.signals.count = 1
 
 
 @pytest.fixture
 def drain_seconds() -> float:
-    """What its streams get."""
+    """For the streams of the server."""
     return DRAIN
 
 
 @pytest.fixture
-def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drain_seconds: float) -> Iterator[Story]:
+def started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drain_seconds: float
+) -> Iterator[Started]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(launcher, "_STOP_ALL_SECONDS", 0.2)
-    with (
-        StopSignals() as signals,
-        Workspace() as workspace,
-        BackendTmp(workspace.scratch_note) as scratch,
-    ):
+    with Workspace() as workspace, BackendTmp(workspace.scratch_note) as scratch:
         scratch.release()  # this server makes none, and others want to start
-        yield Story(tmp_path, workspace, scratch, signals, drain_seconds)
+        yield Started(tmp_path, workspace, scratch, drain_seconds)
 
 
 @pytest.mark.parametrize(
@@ -168,17 +154,17 @@ def test_the_limit_of_requests_follows_the_age_of_connections_unless_it_is_set(
 @pytest.mark.case(100)
 @pytest.mark.parametrize("drain_seconds", [60.0])  # it is over when the model says so
 def test_a_stop_that_nobody_hears_of_is_a_drain(
-    story: Story, nobody_hears: AbstractContextManager[None]
+    started: Started, nobody_hears: AbstractContextManager[None]
 ) -> None:
     def drain() -> None:
-        story.signals.count = 1
-        wait_until(story.workspace.drain_file.exists)
-        story.model.write("drained")
+        started.stop()
+        wait_until(started.workspace.drain_file.exists)
+        started.model.write("drained")
 
     with nobody_hears:
-        story.run(drain)
-    assert not stop_file_of(story.workspace.drain_file).exists()
-    assert story.said.endswith("asked to end\n")
+        started.run(drain)
+    assert not stop_file_of(started.workspace.drain_file).exists()
+    assert started.output.endswith("asked to end\n")
 
 
 @pytest.mark.case(100)
@@ -186,37 +172,35 @@ def test_a_stop_that_nobody_hears_of_is_a_drain(
     ("is_loaded", "is_listening"), [(True, True), (True, False), (False, True)]
 )
 def test_a_stop_before_we_have_seen_that_it_is_ready_is_a_drain_where_clients_may_have(
-    story: Story, monkeypatch: pytest.MonkeyPatch, is_loaded: bool, is_listening: bool
+    started: Started, monkeypatch: pytest.MonkeyPatch, is_loaded: bool, is_listening: bool
 ) -> None:
-    """Its streams were cut: who asks Triton itself may be served before we have asked."""
+    """Its streams were cut: a client that asks Triton itself may be served before we have asked."""
     if not is_loaded:
-        story.model = StatusWriter(story.workspace.status_file)
-        story.model.write("loading")
+        StatusWriter(started.workspace.status_file).write("loading")
     if not is_listening:
-        monkeypatch.setattr(Vitals, "is_answering", lambda *_: False)
-    story.signals.count = 1
-    began = time.monotonic()
-    story.run()
+        monkeypatch.setattr(ServerHealth, "is_answering", lambda *_: False)
+    started.stop()
+    seconds = started.run()
     is_drain = is_loaded and is_listening
-    assert story.workspace.drain_file.exists() == is_drain
-    assert not is_drain or time.monotonic() - began > DRAIN
-    assert story.said.endswith("asked to end\n") == is_drain
+    assert started.workspace.drain_file.exists() == is_drain
+    assert not is_drain or seconds > DRAIN
+    assert started.output.endswith("asked to end\n") == is_drain
 
 
 @pytest.mark.slow
 def test_a_log_that_grows_without_end_is_cut_while_the_server_writes_to_it(
-    story: Story, monkeypatch: pytest.MonkeyPatch
+    started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log, "MAX_BYTES", 100_000)
-    log_file = story.workspace.log_file
+    log_file = started.workspace.log_file
     with launcher._log_in(log_file) as output:
         writer = ServerProcess([sys.executable, "-c", WRITES_MUCH], os.environ, output)
 
     def stop() -> None:
         wait_until(lambda: writer.exit_status() is not None)
-        story.signals.count = 1
+        started.stop()
 
-    story.run(stop)
+    started.run(stop)
     writer.stop(0, lambda: False)
     assert without_grpc(log_file.read_text()) == "after\n", "and no hole before it"
     assert log.before(log_file).read_text().endswith("x" * 100_000 + "\n")
@@ -225,30 +209,26 @@ def test_a_log_that_grows_without_end_is_cut_while_the_server_writes_to_it(
 @pytest.mark.slow
 @pytest.mark.case(126)
 def test_a_model_that_cannot_be_told_gets_its_time_and_its_server_is_asked_to_end(
-    story: Story, capfd: pytest.CaptureFixture[str]
+    started: Started, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    began = []
-
     def stop() -> None:
-        shutil.rmtree(story.workspace.path)
-        began.append(time.monotonic())
-        story.signals.count = 1
+        shutil.rmtree(started.workspace.path)
+        started.stop()
 
-    story.run(stop)
-    assert time.monotonic() - began[0] > DRAIN
-    assert story.said.endswith("asked to end\n")
+    assert started.run(stop) > DRAIN
+    assert started.output.endswith("asked to end\n")
     assert "the model cannot be told" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("act", ["kill", "signal"])
-def test_who_watches_sleeps_until_a_process_ends_or_a_signal_comes(
-    story: Story, monkeypatch: pytest.MonkeyPatch, act: str
+def test_the_launcher_sleeps_until_a_process_ends_or_a_signal_comes(
+    started: Started, monkeypatch: pytest.MonkeyPatch, act: str
 ) -> None:
     monkeypatch.setattr(launcher, "_WATCH_SECONDS", 3600.0)
-    monkeypatch.setattr(Vitals, "_check_beat", lambda vitals: None)  # as its model, we do not
+    monkeypatch.setattr(ServerHealth, "_check_beat", lambda health: None)  # we do not beat
     if act == "kill":
         with pytest.raises(ServingError, match=r"tritonserver ended \(killed by SIGKILL\)"):
-            story.run(lambda: os.kill(story.server.pid, signal.SIGKILL))
+            started.run(lambda: os.kill(started.run_of_it.server.pid, signal.SIGKILL))
     else:
-        story.run(lambda: os.kill(os.getpid(), signal.SIGTERM))
-        assert story.said.endswith("asked to end\n")
+        started.run(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert started.output.endswith("asked to end\n")

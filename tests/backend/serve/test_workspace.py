@@ -1,4 +1,4 @@
-"""The private folder, and that nothing of a run stays."""
+"""The private folder, and that nothing of a run stays and nothing of another is removed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,30 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.status import stop_file_of
+from inflight_server.serve import workspace as module
 from inflight_server.serve.log_file import before
-from inflight_server.serve.workspace import Workspace, clean_stale
+from inflight_server.serve.workspace import (
+    BackendTmp,
+    Workspace,
+    clean_stale,
+    remove_backend_tmp,
+)
 
 KILLED = """
 import os
-from inflight_server.serve.log_file import before
 from inflight_server.serve.workspace import Workspace
 workspace = Workspace()
 print(workspace.path, flush=True)
 os.kill(os.getpid(), 9)
+"""
+NEIGHBOUR = """
+import sys
+from pathlib import Path
+from inflight_server.serve.workspace import Workspace
+with Workspace() as workspace:
+    (Path("/dev/shm") / f"{workspace.shm_prefix}abc").touch()
+    print(workspace.path, flush=True)
+    sys.stdin.read(1)
 """
 
 
@@ -41,19 +55,21 @@ def shared_memory(workspace: Workspace) -> Path:
 
 
 def test_folder_is_private_and_goes_with_its_shared_memory(temporary_folder: Path) -> None:
-    with Workspace() as workspace:
-        assert workspace.path.parent == temporary_folder
-        assert workspace.path.stat().st_mode & 0o777 == 0o700
-        workspace.models.mkdir()
-        shared_memory(workspace).touch()
+    """When a run fails, too."""
+
+    def fail(workspace: Workspace) -> None:
+        with workspace:
+            assert workspace.path.parent == temporary_folder
+            assert workspace.path.stat().st_mode & 0o777 == 0o700
+            workspace.models.mkdir()
+            shared_memory(workspace).touch()
+            raise RuntimeError
+
+    workspace = Workspace()
+    with pytest.raises(RuntimeError):
+        fail(workspace)
     assert list(temporary_folder.iterdir()) == []
     assert not shared_memory(workspace).exists()
-
-
-def test_folder_goes_when_the_run_fails(temporary_folder: Path) -> None:
-    with pytest.raises(RuntimeError), Workspace():
-        raise RuntimeError
-    assert list(temporary_folder.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_locked_does_not_stay(
@@ -70,8 +86,10 @@ def test_a_folder_that_cannot_be_locked_does_not_stay(
     assert list(temporary_folder.iterdir()) == []
 
 
-def test_what_is_not_ours_and_cannot_be_removed_keeps_nothing_else(temporary_folder: Path) -> None:
-    """Somebody else's name beside ours, which they can see: the next server starts all the same."""
+def test_a_file_of_another_user_that_cannot_be_removed_keeps_nothing_else(
+    temporary_folder: Path,
+) -> None:
+    """Under a name of ours, which they can see: the next server starts all the same."""
     workspace = Workspace()
     foreign = Path("/dev/shm") / f"{workspace.shm_prefix}0"
     foreign.mkdir()
@@ -88,7 +106,7 @@ def test_what_is_not_ours_and_cannot_be_removed_keeps_nothing_else(temporary_fol
 
 
 @pytest.mark.case(124)
-def test_next_run_removes_what_a_killed_one_left(temporary_folder: Path) -> None:
+def test_next_run_removes_the_files_of_a_killed_one() -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
     folder = Path(killed.stdout.strip())
     region = Path("/dev/shm") / f"{folder.name}abc"
@@ -116,18 +134,6 @@ def test_regions_whose_folder_has_gone_before_them(state: str) -> None:
             assert region.exists() == (state != "left")
     finally:
         region.unlink(missing_ok=True)
-
-
-NEIGHBOUR = """
-import sys
-from pathlib import Path
-from inflight_server.serve.log_file import before
-from inflight_server.serve.workspace import Workspace
-with Workspace() as workspace:
-    (Path("/dev/shm") / f"{workspace.shm_prefix}abc").touch()
-    print(workspace.path, flush=True)
-    sys.stdin.read(1)
-"""
 
 
 @pytest.mark.case(109)
@@ -159,13 +165,6 @@ def test_two_launchers_side_by_side_touch_nothing_of_each_other(end: str) -> Non
         assert first.path.is_dir()
         assert shared_memory(first).exists()
     assert not shared_memory(first).exists()
-
-
-@pytest.mark.case(109)
-def test_living_run_is_left_alone() -> None:
-    with Workspace() as workspace:
-        clean_stale()
-        assert workspace.path.is_dir()
 
 
 def test_folder_that_is_being_made_is_left_alone(temporary_folder: Path) -> None:
@@ -203,14 +202,96 @@ def test_the_logs_of_a_failed_server_are_kept_and_are_not_those_of_the_next_one(
 
 def test_cleaners_of_temporary_files_pass_over_the_folder_of_a_living_run() -> None:
     """systemd-tmpfiles asks for a shared lock on each folder: tmpfiles.d(5), the note on aging."""
-    with Workspace() as workspace:
-        folder = os.open(workspace.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with pytest.raises(BlockingIOError):
-                fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        finally:
-            os.close(folder)
     num_open = len(os.listdir("/proc/self/fd"))
-    with Workspace():
-        pass
+    with Workspace() as workspace:
+        assert is_locked(workspace.path)
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def is_locked(folder: Path) -> bool:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What stands for /tmp, with the folder of a server that runs already: that would crash without
+    its folder."""
+    folder = tmp_path / "parent"
+    (folder / "python_env_other").mkdir(parents=True)
+    monkeypatch.setattr(module, "PARENT", folder)
+    return folder
+
+
+@pytest.fixture
+def note(tmp_path: Path) -> Path:
+    return tmp_path / "note"
+
+
+def test_new_folder_is_noted_and_the_lock_given_back(parent: Path, note: Path) -> None:
+    with BackendTmp(note) as scratch:
+        scratch.look()
+        assert is_locked(parent)
+        (parent / "python_env_mine").mkdir()
+        scratch.look()
+        assert note.read_text() == str(parent / "python_env_mine")
+        assert not is_locked(parent)
+        (parent / "python_env_later").mkdir()
+        scratch.look()
+    assert note.read_text() == str(parent / "python_env_mine")
+
+
+@pytest.mark.case(119)
+def test_a_note_without_room_on_the_disk_is_written_later(parent: Path, note: Path) -> None:
+    """A start after a failure, which must not end because of the note."""
+    note.symlink_to("/dev/full")
+    with BackendTmp(note) as scratch:
+        (parent / "python_env_mine").mkdir()
+        scratch.look()
+        assert not is_locked(parent)
+        note.unlink()  # now there is room
+        (parent / "python_env_later").mkdir()
+    assert note.read_text() == str(parent / "python_env_mine")
+
+
+@pytest.mark.parametrize(
+    ("names", "has_lock", "is_noted"),
+    [
+        (["python_env_mine"], True, True),
+        (["python_env_a", "python_env_b"], True, False),
+        (["python_env_mine"], False, False),
+    ],
+)
+def test_a_folder_made_just_before_the_end_is_noted_if_it_must_be_ours(
+    parent: Path,
+    note: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: list[str],
+    has_lock: bool,
+    is_noted: bool,
+) -> None:
+    monkeypatch.setattr(module, "_LOCK_SECONDS", 0.1)
+    other = BackendTmp(note.with_name("first"))
+    if has_lock:
+        other.release()
+    with BackendTmp(note):
+        for name in names:
+            (parent / name).mkdir()
+    other.release()
+    assert note.exists() == is_noted
+    assert not is_locked(parent)
+
+
+def test_removal_is_limited_to_empty_scratch_folders(parent: Path) -> None:
+    for name in ("python_env_empty", "python_env_used/file", "precious"):
+        (parent / name).mkdir(parents=True)
+    for path in (*parent.iterdir(), parent / "python_env_used" / "file", parent / "missing"):
+        remove_backend_tmp(path)
+    assert sorted(entry.name for entry in parent.iterdir()) == ["precious", "python_env_used"]
+    assert (parent / "python_env_used" / "file").is_dir()

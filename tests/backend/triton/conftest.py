@@ -15,8 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from inflight_backend.manager import gpt_manager
 from inflight_backend.manager import gpt_manager as idle_wait
 from inflight_backend.triton import model as triton_model
-from inflight_backend.triton_models import preprocessing as preprocessing_model
-from inflight_backend.triton_models import relay_client as relay
+from inflight_backend.triton_models import relay_client, text_base
 
 MakeServer = Callable[..., Server]
 
@@ -24,7 +23,7 @@ MakeServer = Callable[..., Server]
 @pytest.fixture(autouse=True)
 def unwatched_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is loaded here does not end this process with whoever runs the tests."""
-    for module in (triton_model, relay, preprocessing_model):
+    for module in (triton_model, relay_client, text_base):
         monkeypatch.setattr(module, "exit_with_parent", lambda model: None)
 
 

@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from support.triton_harness import Gate, error_of, ids_of, wait_until
+from support.triton_harness import Gate, ids_of, wait_until
 from support.triton_stub import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 
-from inflight_backend.manager.statistics import EventCounter
 from inflight_backend.triton.frontend import _ERROR_CODES
 from inflight_backend.triton.metrics import TritonMetrics
-from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_protocol import ERRORS, INPUT_LENGTHS, OUTPUT_LENGTHS
 from inflight_scheduler import ScheduledBatch
 
@@ -157,7 +155,7 @@ def test_what_a_model_loaded_before_leaves_on_the_page_does_not_stay(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton ends it when this one is there, and here nothing changes."""
-    monkeypatch.setattr("inflight_backend.triton.metrics._ANEW_SECONDS", 0.05)
+    monkeypatch.setattr("inflight_backend.triton.metrics._REPEAT_SECONDS", 0.05)
     monkeypatch.setattr(FakePbUtils, "families", {})
     make_server(CountingEngine(num_blocks=24))
     place = ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type=free")
@@ -207,37 +205,6 @@ def test_what_the_page_counts_is_what_clients_saw(
 
 def test_every_code_has_its_metric() -> None:
     assert {code for _, code in _ERROR_CODES} | {"INTERNAL"} == set(ERRORS.values)
-
-
-class BrokenSender(FakeSender):
-    """Triton does not take what is sent first."""
-
-    has_failed = False
-
-    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
-        if not self.has_failed:
-            self.has_failed = True
-            raise RuntimeError("no room")
-        super().send(response, flags)
-
-
-def test_a_stream_is_counted_once_however_it_ends() -> None:
-    tally = EventCounter()
-    factory = ResponseFactory(FakePbUtils)
-    broken, also_broken, twice, well = BrokenSender(), BrokenSender(), FakeSender(), FakeSender()
-    stream = ResponseSender(broken, factory, count_error=tally.add)
-    with pytest.raises(RuntimeError, match="no room"):
-        stream.send({}, is_final=True)
-    stream.abandon("it could not be sent")
-    assert error_of(broken)[1] == FakePbUtils.TritonError.INTERNAL
-    ResponseSender(also_broken, factory, count_error=tally.add).fail("no", "INVALID_ARG")
-    assert error_of(also_broken)[1] == FakePbUtils.TritonError.INTERNAL
-    stream = ResponseSender(twice, factory, count_error=tally.add)
-    stream.abort("it makes no progress")
-    stream.fail("too late")
-    ResponseSender(well, factory, count_error=tally.add).send({}, is_final=True)
-    assert tally.take() == {"INTERNAL": 1, "INVALID_ARG": 1, "UNAVAILABLE": 1}
-    assert tally.take() == {}
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 from backend.triton.conftest import MakeServer
-from support.triton_harness import WAIT, Gate, Server, error_of, ids_of, text_of, wait_until
+from support.triton_harness import (
+    WAIT,
+    Gate,
+    Server,
+    error_of,
+    ids_of,
+    last_error,
+    text_of,
+    wait_for_phase,
+    wait_until,
+)
 from support.triton_stub import (
     CountingEngine,
+    FailingSender,
     FakeMetricFamily,
     FakePbUtils,
     FakeRequest,
-    FakeSender,
     FakeTritonError,
 )
 
@@ -27,8 +36,7 @@ from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.manager import gpt_manager
 from inflight_backend.manager.parameters import parse_parameters
 from inflight_backend.status import read_status
-from inflight_backend.triton import model as stub_checks
-from inflight_backend.triton import model as triton_model
+from inflight_backend.triton import model as module
 from inflight_backend.triton.model import (
     check_config,
     check_numpy,
@@ -37,27 +45,31 @@ from inflight_backend.triton.model import (
 )
 from inflight_backend.triton_io.inputs import read_inputs
 from inflight_protocol import METRICS
-from inflight_scheduler import ScheduledBatch
 from inflight_server.serve.tritonserver import locate
 
 
-@pytest.fixture(autouse=True)
-def _no_parent_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would end this test run when its terminal closes; it has a test of its own."""
-    monkeypatch.setattr(triton_model, "exit_with_parent", lambda model: None)
-
-
 @pytest.mark.case(104)
-def test_a_tokenizer_of_another_model_fails_the_load(
-    make_server: MakeServer, tokenizer: None, tmp_path: Path
+@pytest.mark.parametrize(
+    ("vocab_size", "parameters", "error"),
+    [
+        (999, {}, "the tokenizer has 1000 tokens, the model's embedding only 999 rows"),
+        (1000, {"max_beam_width": "65"}, "max_beam_width"),
+    ],
+)
+def test_a_load_that_fails_is_one_line_in_the_status_file(
+    make_server: MakeServer,
+    tokenizer: None,
+    tmp_path: Path,
+    vocab_size: int,
+    parameters: dict[str, str],
+    error: str,
 ) -> None:
-    wanted = "the tokenizer has 1000 tokens, the model's embedding only 999 rows"
-    with pytest.raises(FakePbUtils.TritonModelException, match=wanted):
-        make_server(CountingEngine(vocab_size=999))
+    with pytest.raises(FakePbUtils.TritonModelException, match=error):
+        make_server(CountingEngine(vocab_size=vocab_size), **parameters)
     status = read_status(tmp_path / "status.json")
     assert status is not None
     assert status.phase == "failed"
-    assert wanted in str(status.fields["error"])
+    assert error in str(status.fields["error"])
 
 
 ZEROS: dict[str, tuple[int, ...]] = {
@@ -108,19 +120,20 @@ def test_drafts_of_a_client_come_back_as_far_as_they_are_right(server: Server) -
 
 @pytest.mark.contract("tensorrt_llm of the LLM API input", "text_input")
 @pytest.mark.contract("tensorrt_llm of the LLM API output", "text_output")
-def test_text_in_text_out(server: Server) -> None:
-    sender = server.ask(text_input="5 6", max_tokens=3, stream=True)
-    assert text_of(sender) == " 7 8 9"
-    whole = server.ask(text_input="5 6", max_tokens=3)
-    assert (len(whole.responses), text_of(whole)) == (1, "5 6 7 8 9")
-    excluded = server.ask(text_input="5 6", max_tokens=3, exclude_input_in_output=True)
-    assert text_of(excluded) == " 7 8 9"
-
-
 @pytest.mark.case(32)
-def test_an_empty_stop_word_asks_for_nothing(server: Server) -> None:
-    sender = server.ask(text_input="5 6", max_tokens=3, stream=True, stop_words=[""])
-    assert text_of(sender) == " 7 8 9"
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"stream": True}, " 7 8 9"),
+        ({}, "5 6 7 8 9"),
+        ({"exclude_input_in_output": True}, " 7 8 9"),
+        ({"stream": True, "stop_words": [""]}, " 7 8 9"),  # an empty word asks for nothing
+    ],
+)
+def test_text_in_text_out(server: Server, values: dict[str, Any], text: str) -> None:
+    sender = server.ask(text_input="5 6", max_tokens=3, **values)
+    assert text_of(sender) == text
+    assert "stream" in values or len(sender.responses) == 1
 
 
 def test_outputs_follow_the_request(server: Server) -> None:
@@ -143,52 +156,28 @@ def test_outputs_follow_the_request(server: Server) -> None:
         ({"text_input": "1", "stream": True, "streaming": True}, "given twice"),
         ({"input_ids": [1] * 200, "request_output_len": 100}, "300, more than max_seq_len = 256"),
         ({"input_ids": [1], "stop": True}, "a stop request needs the request id"),
-    ],
-)
-@pytest.mark.case(1, 3, 4, 5, 14)
-def test_bad_requests_end_with_invalid_arg(
-    server: Server, values: dict[str, Any], message: str
-) -> None:
-    text, code = error_of(server.ask(**values))
-    assert message in text
-    assert code == FakePbUtils.TritonError.INVALID_ARG
-    assert ids_of(server.ask(input_ids=[1], request_output_len=1)) == [1, 2]
-
-
-@pytest.mark.case(41)
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"lora_task_id": 7}, "'lora_task_id' is not supported by this server; leave it out"),
-        ({"return_context_logits": True}, "'return_context_logits' is not supported by the engine"),
+        ({"input_ids": [1], "why": True}, "'why' needs the request id of the request it asks"),
+        ({"input_ids": [1], "lora_task_id": 7}, "'lora_task_id' is not supported by this server"),
         (
-            {"guided_decoding_guide_type": "json", "end_id": 1},
+            {"input_ids": [1], "return_context_logits": True},
+            "'return_context_logits' is not supported by the engine",
+        ),
+        (
+            {"input_ids": [1], "guided_decoding_guide_type": "json", "end_id": 1},
             "'guided_decoding_guide_type' is not supported by this server: its engine takes no",
         ),
     ],
 )
-def test_a_feature_that_is_not_there_is_unsupported(
+@pytest.mark.case(1, 3, 4, 5, 14, 41)
+def test_bad_requests_are_refused_by_name(
     server: Server, values: dict[str, Any], message: str
 ) -> None:
-    text, code = error_of(server.ask(input_ids=[1], **values))
+    text, code = error_of(server.ask(**values))
     assert message in text
-    assert code == FakePbUtils.TritonError.UNSUPPORTED
+    codes = FakePbUtils.TritonError
+    is_unsupported = "is not supported" in message
+    assert code == (codes.UNSUPPORTED if is_unsupported else codes.INVALID_ARG)
     assert ids_of(server.ask(input_ids=[1], request_output_len=1)) == [1, 2]
-
-
-@pytest.mark.case(56, 57)
-def test_duplicate_id_in_flight_is_refused_and_the_first_goes_on(  # case 56, 57
-    server: Server, gate: threading.Event
-) -> None:
-    gate.clear()
-    first = server.send("job", input_ids=[1], request_output_len=5, streaming=True)
-    text, code = error_of(server.ask("job", input_ids=[50], request_output_len=5))
-    assert code == FakePbUtils.TritonError.ALREADY_EXISTS
-    assert "still being processed" in text
-    gate.set()
-    assert first.is_final.wait(WAIT)
-    assert ids_of(first) == [2, 3, 4, 5, 6]
-    assert ids_of(server.ask("job", input_ids=[50], request_output_len=1)) == [50, 51]
 
 
 @pytest.mark.case(66)
@@ -208,11 +197,6 @@ def test_stop_by_id_ends_a_running_stream_in_the_iteration_that_runs(
     assert ids == list(range(2, 2 + len(ids)))
     assert len(ids) < 200
     assert sender.responses[-1].error is None
-
-
-@pytest.mark.case(58)
-def test_stop_for_an_unknown_id_is_acknowledged(server: Server) -> None:  # case 58
-    assert server.ask("never seen", stop=True).responses[0].error is None
 
 
 @pytest.mark.contract("tensorrt_llm of the LLM API input", "return_finish_reason")
@@ -261,17 +245,11 @@ def test_metrics_and_the_lines_of_the_log_agree_integer_for_integer(server: Serv
 
 @pytest.mark.contract("metric", "nv_trt_llm_v1_metrics")
 def test_v1_has_its_own_metrics_and_answers_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = CountingEngine()
     monkeypatch.setattr(FakePbUtils, "families", {})
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
-    monkeypatch.setattr(gpt_manager, "load_engine", lambda *args: engine)
-    server = Server(tmp_path, engine, gpt_model_type="V1")
-    try:
-        sender = server.ask(input_ids=[1, 2], request_output_len=3, streaming=True)
-    finally:
-        server.model.finalize()
+    server = make_server(CountingEngine(), gpt_model_type="V1")
+    sender = server.ask(input_ids=[1, 2], request_output_len=3, streaming=True)
     assert ids_of(sender) == [1, 2, 3, 4, 5]
     assert set(FakePbUtils.families["nv_trt_llm_v1_metrics"].values) == {
         f"model=tensorrt_llm,version=1,v1_specific_metric={name}"
@@ -293,39 +271,21 @@ def test_the_end_of_the_drain_time_ends_what_still_runs_with_an_error(
     server.end_all()
     wait_for_phase(server, "drained")  # though the step does not return
     assert sender.is_final.is_set()
-    error = sender.responses[-1].error
-    assert error is not None
-    assert error.code == FakePbUtils.TritonError.UNAVAILABLE
-    assert str(error) == "the server is shutting down: this answer is not complete"
+    message = "the server is shutting down: this answer is not complete"
+    assert last_error(sender) == (message, FakePbUtils.TritonError.UNAVAILABLE)
     gate.set()
     wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
-
-
-def wait_for_phase(server: Server, phase: str) -> None:
-    deadline = time.monotonic() + WAIT
-    while time.monotonic() < deadline:
-        status = read_status(server.status_file)
-        if status is not None and status.phase == phase:
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"phase {phase} was not reached; last status: {status}")
 
 
 @pytest.mark.parametrize("fails_finally", [False, True])
 @pytest.mark.case(92)
 def test_a_sender_that_raises_ends_its_own_stream_only(
-    server: Server, gate: threading.Event, fails_finally: bool
+    server: Server, gate: Gate, fails_finally: bool
 ) -> None:
     gate.clear()
-    broken = server.send("broken", input_ids=[1], request_output_len=50, streaming=True)
+    broken = FailingSender(num_failures=99 if fails_finally else 1)
+    server.send("broken", sender=broken, input_ids=[1], request_output_len=50, streaming=True)
     healthy = server.send(input_ids=[1], request_output_len=50, streaming=True)
-
-    def fail(response: Any = None, flags: int = 0) -> None:
-        if fails_finally or not flags:
-            raise RuntimeError("no shared memory")
-        FakeSender.send(broken, response, flags)
-
-    broken.send = fail  # type: ignore[method-assign]
     gate.set()
     assert healthy.is_final.wait(WAIT)
     assert ids_of(healthy) == list(range(2, 52))
@@ -335,28 +295,9 @@ def test_a_sender_that_raises_ends_its_own_stream_only(
     assert ids_of(again) == [1, 2]
 
 
-def test_a_drain_ends_feeds_of_statistics_and_opens_none(server: Server) -> None:
-    """An open stream keeps Triton from exiting."""
-    feed = server.send(stats=True)
-    server.drain_file.write_text("")
-    wait_for_phase(server, "drained")
-    assert feed.is_final.is_set()
-    assert [each.error for each in feed.responses if each is not None and each.error] == []
-    assert "shutting down" in error_of(server.ask(stats=True))[0]
-    assert len(server.ask(stats=True, streaming=False).responses) == 1
-
-
 @pytest.mark.case(77)
-def test_queue_limit_is_a_named_refusal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
-) -> None:
-    def wait_at_gate(batch: ScheduledBatch) -> None:
-        assert gate.wait(WAIT)
-
-    engine = CountingEngine(before_step=wait_at_gate)
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
-    monkeypatch.setattr(gpt_manager, "load_engine", lambda *args: engine)
-    server = Server(tmp_path, engine, max_batch_size="1", max_queue_size="1")
+def test_queue_limit_is_a_named_refusal(make_server: MakeServer, gate: Gate) -> None:
+    server = make_server(CountingEngine(before_step=gate), max_batch_size="1", max_queue_size="1")
     gate.clear()
     senders = [server.send(input_ids=[1], request_output_len=2) for _ in range(6)]
     refused = [sender for sender in senders if sender.is_final.wait(0.05)]
@@ -367,8 +308,7 @@ def test_queue_limit_is_a_named_refusal(
     assert "of 1 places are taken" in text
     assert "of 64 KV blocks are free" in text
     gate.set()
-    server.model.finalize()
-    assert all(sender.is_final.is_set() for sender in senders)
+    assert all(sender.is_final.wait(WAIT) for sender in senders)
 
 
 def test_it_beats_while_it_loads_and_the_watchdog_beats_afterwards(
@@ -388,18 +328,6 @@ def test_it_beats_while_it_loads_and_the_watchdog_beats_afterwards(
     server.model.finalize()
     assert ["LoadingBeat" in each for each in names] == [True, False]
     assert "Watchdog" in names[1]
-
-
-def test_load_failure_is_one_line_in_the_status_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
-    with pytest.raises(RuntimeError, match="max_beam_width"):
-        Server(tmp_path, CountingEngine(), max_beam_width="65")
-    status = read_status(tmp_path / "status.json")
-    assert status is not None
-    assert status.phase == "failed"
-    assert "max_beam_width" in status.fields["error"]
 
 
 PROMPT = {"input": [{"name": "text_input"}]}
@@ -552,7 +480,6 @@ def test_server_that_we_did_not_start_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model checks the program that runs it: here Python, which has no numpy 2."""
-    monkeypatch.setattr(triton_model, "exit_with_parent", lambda model: None)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
     monkeypatch.setattr("numpy.__version__", "2.1.0")
     with pytest.raises(FakePbUtils.TritonModelException, match=r"numpy 2\.1\.0 is too new"):
@@ -560,7 +487,7 @@ def test_server_that_we_did_not_start_is_checked(
 
 
 @pytest.mark.case(108)
-@pytest.mark.parametrize("name", stub_checks._NEEDED)
+@pytest.mark.parametrize("name", module._NEEDED)
 def test_triton_that_is_too_old_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"too old: its Python backend has no {name};"):
         check_own_stub(without(name))

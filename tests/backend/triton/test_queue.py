@@ -19,11 +19,10 @@ from support.scheduler_world import World
 from support.triton_harness import WAIT, Gate, Server, error_of, wait_until, wait_until_queued
 from support.triton_stub import CountingEngine, FakePbUtils, FakeSender
 
-import inflight_backend
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.interface import MaskSource
 from inflight_backend.errors import CapacityExceeded, RequestInFlight
-from inflight_backend.guided import compiler
+from inflight_backend.guided import compiler, matchers
 from inflight_backend.guided.compiler import PendingGuide
 from inflight_backend.guided.guide import Guide
 from inflight_backend.requests.inference_request import InferenceRequest
@@ -35,7 +34,6 @@ from inflight_scheduler import (
     ContextChunking,
     ContextChunkingPolicy,
     LlmRequest,
-    ScheduledBatch,
     make_scheduler,
 )
 from inflight_server.serve.settings import DEMO_MODEL
@@ -127,7 +125,7 @@ def test_who_has_left_is_not_overdue_and_not_remembered() -> None:
     for request_id in range(2000):
         queue.put(request(request_id, max_queue_time_ms=60_000))
         assert queue.stop(request_id)
-    assert len(queue._deadlines) <= 64
+    assert queue._deadlines == []
     queue.put(request(1, max_queue_time_ms=1))
     assert taken(queue) == [1]
     queue.put(request(1))  # the same id again, without a deadline
@@ -283,8 +281,6 @@ def test_a_request_that_leaves_twice_does_not_free_the_id_of_the_next_one() -> N
     assert ids.find("a") is None
 
 
-DEMO = Path(inflight_backend.__file__).parent / "demo_model"
-
 PROMPT = [5, 6, 7]
 
 TIMES = ("first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
@@ -296,7 +292,7 @@ def server(make_server: MakeServer, gate: Gate, monkeypatch: pytest.MonkeyPatch)
     config = EngineConfig(
         device="cpu", max_batch_size=3, max_beam_width=3, max_tokens_in_paged_kv_cache=1024
     )
-    engine: Any = Engine.load(DEMO, config)
+    engine: Any = Engine.load(DEMO_MODEL, config)
     execute = engine.execute
 
     def wait_and_execute(batch: Any) -> Any:
@@ -304,7 +300,7 @@ def server(make_server: MakeServer, gate: Gate, monkeypatch: pytest.MonkeyPatch)
         return execute(batch)
 
     monkeypatch.setattr(engine, "execute", wait_and_execute)
-    return make_server(engine, max_beam_width="3", tokenizer_dir=str(DEMO))
+    return make_server(engine, max_beam_width="3", tokenizer_dir=str(DEMO_MODEL))
 
 
 def tensors_of(sender: FakeSender) -> dict[str, Any]:
@@ -385,7 +381,7 @@ class HeldCompiler:
         self.texts: list[str] = []
         self.go_on = threading.Event()
         self.go_on.set()
-        self._to_grammar = compiler.to_grammar
+        self._to_grammar = matchers.to_grammar
         monkeypatch.setattr(compiler, "to_grammar", self._note)
 
     def _note(self, guide: Guide) -> str:
@@ -403,16 +399,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCompiler]:
 
 @pytest.fixture
 def make_guiding(
-    make_server: MakeServer, tmp_path: Path, gate: threading.Event, held: HeldCompiler
+    make_server: MakeServer, tmp_path: Path, gate: Gate, held: HeldCompiler
 ) -> Iterator[Callable[..., Server]]:
     """A factory of servers that guide, with one place and a queue of four."""
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
 
-    def wait_at_gate(batch: ScheduledBatch) -> None:
-        assert gate.wait(WAIT)
-
     def make(**parameters: str) -> Server:
-        engine = MaskingEngine(vocab_size=300, before_step=wait_at_gate)
+        engine = MaskingEngine(vocab_size=300, before_step=gate)
         return make_server(engine, max_batch_size="1", max_queue_size="4", **parameters)
 
     yield make
@@ -430,11 +423,6 @@ def send(server: Server, text: str, **values: Any) -> FakeSender:
     """A request with the regex ``text``, which is also its id."""
     values = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": text, **values}
     return server.send(text, input_ids=[1], end_id=0, request_output_len=5, **values)
-
-
-def wait_for(sender: FakeSender) -> FakeSender:
-    assert sender.is_final.wait(WAIT)
-    return sender
 
 
 def test_what_a_full_queue_refuses_is_not_compiled(
@@ -491,51 +479,3 @@ def test_a_grammar_that_takes_its_time_is_no_stall(
     held.go_on.set()
     assert sender.is_final.wait(WAIT)
     assert sender.responses[-1].error is None
-
-
-def test_a_grammar_that_fails_for_us_is_not_the_clients_fault(
-    guiding: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(guide: Guide) -> str:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(compiler, "to_grammar", fail)
-        text, code = error_of(wait_for(send(guiding, "a")))
-    assert text == "'guided_decoding_guide' could not be compiled: the server failed"
-    assert code == FakePbUtils.TritonError.INTERNAL
-    assert error_of(wait_for(send(guiding, "(")))[1] == FakePbUtils.TritonError.INVALID_ARG
-    assert wait_for(send(guiding, "a")).responses[-1].error is None
-
-
-def test_a_grammar_whose_turn_does_not_come_may_be_sent_again(
-    guiding: Server, held: HeldCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held.go_on.clear()
-    first = [send(guiding, text) for text in "ab"]
-    wait_until(lambda: sorted(held.texts) == ["a", "b"])
-    with monkeypatch.context() as patch:
-        patch.setattr(compiler, "COMPILE_SECONDS", 0.0)
-        text, code = error_of(wait_for(send(guiding, "c")))
-    assert "other grammars were compiled; try again later" in text
-    assert code == FakePbUtils.TritonError.UNAVAILABLE
-    again = send(guiding, "c")
-    held.go_on.set()
-    assert all(wait_for(sender).responses[-1].error is None for sender in (*first, again))
-
-
-def test_too_many_grammars_are_a_named_refusal(
-    guiding: Server, held: HeldCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiler, "MAX_WAITING", 1)
-    held.go_on.clear()
-    taken = [send(guiding, "a")]
-    wait_until(lambda: held.texts == ["a"])  # else "b" finds it waiting, and is refused
-    taken.append(send(guiding, "b"))
-    wait_until(lambda: held.texts == ["a", "b"])
-    taken.append(send(guiding, "c"))
-    text, code = error_of(send(guiding, "d"))
-    assert "'guided_decoding_guide' cannot be compiled now: 1 grammars wait" in text
-    assert code == FakePbUtils.TritonError.UNAVAILABLE
-    held.go_on.set()
-    assert all(sender.is_final.wait(WAIT) for sender in taken)

@@ -10,17 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.relay_harness import answering, load
+from support.relay_harness import answering, asking, load, packed
 from support.triton_harness import WAIT, Server, error_of, ids_of, wait_until
-from support.triton_stub import CountingEngine, FakePbUtils, FakeRequest, FakeSender
+from support.triton_stub import (
+    CountingEngine,
+    FailingSender,
+    FakePbUtils,
+    FakeRequest,
+    FakeSender,
+    HeldSender,
+)
 
 from inflight_backend.triton import model as triton_model
-from inflight_backend.triton import relay_server as relay_listener
-from inflight_backend.triton import relay_wire as relay_socket
-from inflight_backend.triton.relay_wire import RelayedRequest, Tensors, pack
+from inflight_backend.triton import relay_server, relay_wire
+from inflight_backend.triton.relay_wire import RelayedRequest, Tensors
 from inflight_backend.triton_models import relay_client as module
 from inflight_backend.triton_models.bls import TritonPythonModel
-from inflight_protocol.tensors import make_inputs
 
 NOT_RELAYED = "the request could not be relayed"
 NOT_LOADED = "the model 'tensorrt_llm' is not loaded, or the server is shutting down"
@@ -79,48 +84,7 @@ def wait_for_rest(relay: TritonPythonModel, llm: Server) -> None:
     """Until nothing runs any more, behind the relay and in it."""
     wait_until(lambda: llm.model._manager.get_num_active_requests() == 0)
     wait_until(lambda: llm.model._relays.num_open == 0)
-    wait_until(lambda: not relay._relay._live)
-
-
-class WaitingSender(FakeSender):
-    """Sends nothing before it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_sending, self.may_send = threading.Event(), threading.Event()
-
-    def send(self, response: Any = None, flags: int = 0) -> None:
-        self.is_sending.set()
-        assert self.may_send.wait(3 * WAIT)
-        super().send(response, flags)
-
-
-class FailingSender(FakeSender):
-    """Its second send raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_sends = 0
-
-    def send(self, response: Any = None, flags: int = 0) -> None:
-        self.num_sends += 1
-        if self.num_sends == 2:
-            raise RuntimeError("shm full")
-        super().send(response, flags)
-
-
-class HeldSender(FakeSender):
-    """Its end waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_ending, self.may_end = threading.Event(), threading.Event()
-
-    def send(self, response: Any = None, flags: int = 0) -> None:
-        if flags:
-            self.is_ending.set()
-            assert self.may_end.wait(WAIT)
-        super().send(response, flags)
+    wait_until(lambda: not relay._live)
 
 
 def test_a_client_that_leaves_has_its_request_stopped(
@@ -145,21 +109,21 @@ def test_the_llm_is_not_drained_before_the_client_was_told(
     relay: TritonPythonModel, llm: Server
 ) -> None:
     """Triton is stopped when it is, and may cut what the relay still has to send."""
-    sender = HeldSender()
+    sender = HeldSender(flags=1)
     send(relay, 3, sender)
-    assert sender.is_ending.wait(WAIT)
+    assert sender.is_held.wait(WAIT)
     wait_until(lambda: llm.model._frontend.num_live == 0)
     llm.drain_file.touch()
     wait_until(lambda: '"draining"' in llm.status_file.read_text())
     time.sleep(0.3)  # three looks
     assert '"draining"' in llm.status_file.read_text()
     assert error_of(send_and_wait(relay, 3))[0] == NOT_LOADED
-    sender.may_end.set()
+    sender.release.set()
     wait_until(lambda: '"drained"' in llm.status_file.read_text())
 
 
 def test_a_send_that_fails_stops_what_was_asked_for(relay: TritonPythonModel, llm: Server) -> None:
-    sender = send(relay, sender=FailingSender())
+    sender = send(relay, sender=FailingSender(num_good=1))
     assert sender.is_final.wait(WAIT)
     assert str(sender.responses[-1].error) == NOT_RELAYED
     wait_for_rest(relay, llm)
@@ -170,10 +134,10 @@ def test_a_relay_that_is_slower_than_the_engine_gets_all_in_fewer_parts(
     relay: TritonPythonModel, llm: Server
 ) -> None:
     """What it has no room for travels together: it has never much before it."""
-    sender = WaitingSender()
+    sender = HeldSender()
     send(relay, 300, sender)
     wait_until(lambda: len(llm.engine.batches) == 300)
-    sender.may_send.set()
+    sender.release.set()
     assert sender.is_final.wait(WAIT)
     assert ids_of(sender) == list(range(2, 302))
     sizes = [response.output_tensors[0].as_numpy().size for response in sender.responses]
@@ -183,12 +147,12 @@ def test_a_relay_that_is_slower_than_the_engine_gets_all_in_fewer_parts(
 
 
 def test_a_slow_reader_holds_up_no_other(relay: TritonPythonModel, llm: Server) -> None:
-    slow = WaitingSender()
+    slow = HeldSender()
     send(relay, 500, slow)
-    assert slow.is_sending.wait(WAIT)
+    assert slow.is_held.wait(WAIT)
     assert ids_of(send_and_wait(relay, 300)) == list(range(2, 302))
     slow.cancelled = True
-    slow.may_send.set()
+    slow.release.set()
     wait_for_rest(relay, llm)
 
 
@@ -259,21 +223,13 @@ def test_no_more_open_files_are_a_named_refusal(
     assert ids_of(send_and_wait(relay, 3)) == [2, 3, 4]
 
 
-def test_a_model_that_is_not_loaded_is_a_named_refusal(relay: TritonPythonModel) -> None:
-    text, code = error_of(send_and_wait(relay, 3))
-    assert (text, code) == (
-        NOT_LOADED,
-        FakePbUtils.TritonError.UNAVAILABLE,
-    )
-
-
 def test_a_model_that_is_loaded_again_at_that_moment_is_waited_for(
     relay: TritonPythonModel,
     make_server: Callable[..., Server],
     tokenizer: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relay_socket, "_CONNECT_SECONDS", WAIT)  # a busy machine may take a second
+    monkeypatch.setattr(relay_wire, "_CONNECT_SECONDS", WAIT)  # a busy machine may take a second
     sender = send(relay, 3)
     time.sleep(0.05)
     make_server(CountingEngine())
@@ -292,8 +248,8 @@ def test_a_process_that_ends_amid_an_answer_is_an_error(relay: TritonPythonModel
     with answering(begin) as listener:
         sender = send(relay)
         assert has_begun.wait(WAIT)
-        for connection in list(listener._open):  # which its threads change
-            listener._loop.call_soon_threadsafe(connection.writer.transport.abort)
+        for connection in list(listener._open.values()):  # which its threads change
+            connection.cut()
         assert sender.is_final.wait(WAIT)
         may_end.set()
     assert ids_of(sender) == [2]
@@ -321,12 +277,9 @@ def test_an_unload_does_not_wait_for_a_relay_that_is_frozen(
 ) -> None:
     """What it would still have to read does not fit into the socket."""
     monkeypatch.setattr(triton_model, "_FROZEN_RELAY_SECONDS", 0.2)
-    monkeypatch.setattr(relay_listener, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(relay_server, "_CLOSE_SECONDS", 0.1)
     monkeypatch.setitem(globals(), "step_slowly", llm.send_all)  # else all may be one message
-    inputs = make_inputs({"input_ids": [1], "streaming": True, "request_output_len": 200})
-    with socket.socket(socket.AF_UNIX) as connection:
-        relay_socket.connect(connection, "tensorrt_llm")
-        connection.sendall(pack(RelayedRequest(inputs, ["output_ids"])))
+    with asking(packed(200)):
         wait_until(lambda: len(llm.engine.batches) == 200)
         wait_until(lambda: llm.model._frontend.num_live == 0)
         assert not llm.model._relays.is_done

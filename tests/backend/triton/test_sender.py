@@ -7,48 +7,40 @@ import threading
 import numpy as np
 import pytest
 from support.triton_harness import WAIT, error_of
-from support.triton_stub import FakePbUtils, FakeResponse, FakeSender
+from support.triton_stub import FailingSender, FakePbUtils, FakeResponse, FakeSender, HeldSender
 
-from inflight_backend.requests.inference_request import NamedTensor
+from inflight_backend.manager.statistics import EventCounter
+from inflight_backend.requests.inference_request import Array, NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton.frontend import share
-from inflight_backend.triton_io.sender import Array, ResponseFactory, ResponseSender
+from inflight_backend.triton.frontend import SharedStream
+from inflight_backend.triton_io import sender as module
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_backend.triton_io.token_stream import TokenStream
 
 INTERNAL = FakePbUtils.TritonError.INTERNAL
 
 
-class HeldSender(FakeSender):
-    """Every send waits to be released. Notes how many threads there were at most, and questions."""
+class CountingSender(HeldSender):
+    """Notes the flags of every send, how many threads were inside at most, and questions."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_held, self.release = threading.Event(), threading.Event()
+        self.release.set()
+        self.flags: list[int] = []
         self.num_inside = self.most_inside = self.num_questions = 0
 
     def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        self.flags.append(flags)
         self.num_inside += 1
         self.most_inside = max(self.most_inside, self.num_inside)
-        self.is_held.set()
-        assert self.release.wait(WAIT)
-        self.num_inside -= 1
         super().send(response, flags)
+        self.num_inside -= 1
 
     def is_cancelled(self) -> bool:
         self.num_questions += 1
+        self.is_held.set()
+        assert self.release.wait(WAIT)
         return True
-
-
-class FailingSender(FakeSender):
-    """The first send raises."""
-
-    has_failed = False
-
-    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
-        if not self.has_failed:
-            self.has_failed = True
-            raise RuntimeError("shm full")
-        super().send(response, flags)
 
 
 def stream_to(sender: FakeSender, *, is_decoupled: bool = True) -> ResponseSender:
@@ -57,9 +49,11 @@ def stream_to(sender: FakeSender, *, is_decoupled: bool = True) -> ResponseSende
 
 def test_one_thread_at_a_time_is_in_triton_and_nobody_asks_during_a_send_or_after_the_end() -> None:
     """Triton 24.10 dies of it."""
-    sender = HeldSender()
+    sender = CountingSender()
     stream = stream_to(sender)
     assert stream.is_cancelled()
+    sender.is_held.clear()
+    sender.release.clear()
     threads = [threading.Thread(target=stream.send, args=({},), kwargs={"is_final": False})]
     threads[0].start()
     assert sender.is_held.wait(WAIT)
@@ -98,14 +92,52 @@ def test_the_first_reason_for_an_end_is_the_one_that_is_told() -> None:
     assert error_of(sender) == ("first", FakePbUtils.TritonError.INVALID_ARG)
 
 
+@pytest.mark.case(92)
+def test_a_stream_to_be_ended_during_a_long_question_ends_when_that_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.01)
+    sender = CountingSender()
+    sender.release.clear()
+    slow = stream_to(sender)
+    asking = threading.Thread(target=slow.is_cancelled)
+    asking.start()
+    assert sender.is_held.wait(WAIT)
+    slow.abort("no more")
+    assert not sender.is_final.is_set()
+    sender.release.set()
+    asking.join()
+    assert error_of(sender) == ("no more", FakePbUtils.TritonError.UNAVAILABLE)
+
+
+def test_a_stream_is_counted_once_however_it_ends() -> None:
+    counts = EventCounter()
+    factory = ResponseFactory(FakePbUtils)
+    broken, also_broken, twice, well = FailingSender(), FailingSender(), FakeSender(), FakeSender()
+    stream = ResponseSender(broken, factory, count_error=counts.add)
+    with pytest.raises(RuntimeError, match="shm full"):
+        stream.send({}, is_final=True)
+    stream.abandon("it could not be sent")
+    assert error_of(broken)[1] == INTERNAL
+    ResponseSender(also_broken, factory, count_error=counts.add).fail("no", "INVALID_ARG")
+    assert error_of(also_broken)[1] == INTERNAL
+    stream = ResponseSender(twice, factory, count_error=counts.add)
+    stream.abort("it makes no progress")
+    stream.fail("too late")
+    ResponseSender(well, factory, count_error=counts.add).send({}, is_final=True)
+    assert counts.take() == {"INTERNAL": 1, "INVALID_ARG": 1, "UNAVAILABLE": 1}
+    assert counts.take() == {}
+
+
 @pytest.mark.parametrize("end", ["send_error", "abandon"])
 def test_sequences_that_all_fail_end_their_request_with_the_first_error(end: str) -> None:
-    sender, num_stops = FakeSender(), []
-    sequences = share(stream_to(sender), 3, lambda: num_stops.append(1))
+    sender, num_stops, open_ = FakeSender(), list[int](), set[SharedStream]()
+    stream = stream_to(sender)
+    sequences = [SharedStream(stream, open_, lambda: num_stops.append(1)) for _ in range(3)]
     for name, sequence in zip(("first", "second"), sequences, strict=False):
         getattr(sequence, end)(name)
     assert not sender.is_final.is_set(), "the third one holds blocks"
-    assert num_stops == [1]
+    assert num_stops
     getattr(sequences[2], end)("third")
     assert error_of(sender) == ("first", INTERNAL)
     assert sender.is_final.is_set()
@@ -129,16 +161,6 @@ class FullMemory(FakeSender):
         super().send(response, flags)
 
 
-class CountingSender(FakeSender):
-    def __init__(self) -> None:
-        super().__init__()
-        self.flags: list[int] = []
-
-    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
-        self.flags.append(flags)
-        super().send(response, flags)
-
-
 @pytest.mark.case(117)
 def test_who_gets_a_last_response_without_room_for_it_gets_an_error() -> None:
     dispatcher = ResponseDispatcher(stop_request=lambda request_id: None)
@@ -147,9 +169,8 @@ def test_who_gets_a_last_response_without_room_for_it_gets_an_error() -> None:
     dispatcher.send_response(1, [NamedTensor("generation_logits", LOGITS)], True, "")
     dispatcher.answer(stream_to(question), "recording", TEXT)
     dispatcher.close()
-    internal = FakePbUtils.TritonError.INTERNAL
-    assert error_of(answer) == ("the response could not be sent", internal)
-    assert error_of(question) == ("the answer could not be sent", internal)
+    assert error_of(answer) == ("the response could not be sent", INTERNAL)
+    assert error_of(question) == ("the answer could not be sent", INTERNAL)
     assert answer.is_final.wait(WAIT)
     assert question.is_final.wait(WAIT)
 

@@ -231,7 +231,7 @@ def test_a_bad_request_in_a_batch_fails_alone() -> None:
         EMBEDDING_BIAS_WEIGHTS=np.ones((1, 1), dtype=np.float32),
     )
     requests = [FakeRequest(each) for each in (bad, query("1"), uneven, words)]
-    responses = respond(FakePbUtils, requests, PREPROCESS)
+    responses = [respond(FakePbUtils, each, PREPROCESS) for each in requests]
     assert "not valid UTF-8" in str(responses[0].error)
     assert responses[1].error is None
     assert "first dimension" in str(responses[2].error)
@@ -248,7 +248,7 @@ def test_a_failure_of_ours_in_a_batch_fails_one_request_and_says_nothing_else(
         return PREPROCESS(inputs)
 
     requests = [FakeRequest(query(text)) for text in "123"]
-    responses = respond(FakePbUtils, requests, convert)
+    responses = [respond(FakePbUtils, each, convert) for each in requests]
     assert [response.error is None for response in responses] == [True, False, True]
     assert str(responses[1].error) == "the request could not be served"
     assert responses[1].error.code == FakePbUtils.TritonError.INTERNAL

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,19 @@ import pytest
 from backend.triton.conftest import MakeServer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.triton_harness import Server, error_of
-from support.triton_stub import FakeSender
+from support.triton_harness import Server, error_of, ids_of
+from support.triton_stub import FakePbUtils, FakeSender
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-import inflight_backend
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.requests.sampling import MAX_WORD_TOKENS, MAX_WORDS
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_io.beam_stream import BeamTexts
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
 from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
+from inflight_server.serve.settings import DEMO_MODEL
 
 OUTPUTS = frozenset(
     {"output_ids", "sequence_length", "text_output", "finish_reason", "output_log_probs"}
@@ -30,25 +30,15 @@ OUTPUTS = frozenset(
 )
 
 
-class Sent:
-    """A stream that keeps what is sent."""
+def stream_to(sender: FakeSender) -> ResponseSender:
+    return ResponseSender(sender, ResponseFactory(FakePbUtils))
 
-    is_behind = False
 
-    def __init__(self) -> None:
-        self.responses: list[tuple[dict[str, Any], bool]] = []
-
-    def send(self, tensors: dict[str, Any], *, is_final: bool) -> None:
-        self.responses.append((tensors, is_final))
-
-    def send_error(self, message: str, code: str = "INTERNAL") -> None:
-        raise AssertionError(message)
-
-    def end_with(self, message: str, code: str = "INTERNAL") -> None:
-        raise AssertionError(message)
-
-    def abandon(self, message: str) -> None:
-        raise AssertionError(message)
+def responses_of(sender: FakeSender) -> list[dict[str, np.ndarray[Any, Any]]]:
+    return [
+        {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
+        for response in sender.responses
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -96,39 +86,35 @@ def test_a_text_inside_a_stop_word_of_tokens_ends_the_answer_first(
     is_whole: bool,
 ) -> None:
     """The text "3" counts when it is complete, though its tokens may still become ``word``."""
-    sent = Sent()
+    sent = FakeSender()
     writer = TextWriter(
         IncrementalDetokenizer(codec, [40]),
         stop_tokens=StopTokens([word]),
         stop_text=StopText(["3"]),
     )
-    stream = TokenStream(sent, OUTPUTS, writer, is_whole=is_whole)
+    stream = TokenStream(stream_to(sent), OUTPUTS, text=writer, is_whole=is_whole)
     for start in range(0, len(ids), num_at_once):
         some = ids[start : start + num_at_once]
         extras = extras_of(start + 1, len(some))
         stream.send(some, extras, is_final=start + len(some) == len(ids))
-    said = b"".join(tensors["text_output"].item() for tensors, _ in sent.responses).decode()
+    responses = responses_of(sent)
+    said = b"".join(tensors["text_output"].item() for tensors in responses).decode()
     assert said.rstrip() == text
-    assert [i for t, _ in sent.responses for i in t["output_ids"].reshape(-1).tolist()] == wanted
-    counts = [tensors["num_output_tokens"].item() for tensors, _ in sent.responses]
-    assert sum(counts) == len(wanted)
-    rows = sum(tensors["output_log_probs"].shape[2] for tensors, _ in sent.responses)
+    assert ids_of(sent) == wanted
+    assert sum(tensors["num_output_tokens"].item() for tensors in responses) == len(wanted)
+    rows = sum(tensors["output_log_probs"].shape[2] for tensors in responses)
     assert rows == len(wanted)
 
 
 def test_a_stream_of_text_is_silent_when_it_has_nothing_to_say(codec: TextCodec) -> None:
-    sent = Sent()
+    sent = FakeSender()
     writer = TextWriter(IncrementalDetokenizer(codec, [40]), stop_text=StopText(["1 2 9"]))
-    stream = TokenStream(sent, frozenset({"text_output"}), writer)
+    stream = TokenStream(stream_to(sent), frozenset({"text_output"}), text=writer)
     for token in (1, 2, 3):
         stream.send([token], {}, is_final=False)
-    assert [tensors["text_output"].tolist() for tensors, _ in sent.responses] == [
-        [b" "],
-        [b"1 2 3"],
-    ]
+    texts = [tensors["text_output"].tolist() for tensors in responses_of(sent)]
+    assert texts == [[b" "], [b"1 2 3"]]
 
-
-DEMO = Path(inflight_backend.__file__).parent / "demo_model"
 
 PROMPT = "1 2 3 4"
 
@@ -139,15 +125,10 @@ def server(make_server: MakeServer) -> Server:
     config = EngineConfig(
         device="cpu", max_batch_size=4, max_beam_width=3, max_tokens_in_paged_kv_cache=1024
     )
-    engine: Any = Engine.load(DEMO, config)
-    return make_server(engine, max_beam_width="3", tokenizer_dir=str(DEMO), merge_responses="false")
-
-
-def responses_of(sender: FakeSender) -> list[dict[str, np.ndarray[Any, Any]]]:
-    return [
-        {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
-        for response in sender.responses
-    ]
+    engine: Any = Engine.load(DEMO_MODEL, config)
+    return make_server(
+        engine, max_beam_width="3", tokenizer_dir=str(DEMO_MODEL), merge_responses="false"
+    )
 
 
 def texts_of(response: dict[str, np.ndarray[Any, Any]]) -> list[str]:

@@ -9,15 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from backend.triton.conftest import MakeServer
-from support.checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
 from support.relay_harness import Ask, tensors_of, vllm_model
 from support.triton_harness import Server, error_of
-from support.triton_stub import FakePbUtils, FakeSender
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.triton_stub import FailingSender, FakePbUtils
 
-from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.triton_models import relay_client as relay
 from inflight_backend.triton_models.vllm import LogProbs
@@ -28,55 +23,6 @@ def ask(server: Server) -> Iterator[Ask]:
     """Send one request to ``vllm_model`` and wait for its end."""
     with vllm_model() as ask:
         yield ask
-
-
-def test_the_sample_client_of_vllms_backend(ask: Ask) -> None:
-    """It sends its settings twice, and text: as a tensor and as parameters of the request."""
-    settings = {"temperature": "0", "top_p": "0.95", "max_tokens": "4"}
-    whole = ask(settings=settings, parameters=settings, stream=False, exclude_input_in_output=False)
-    assert tensors_of(whole) == [{"text_output": [b"1 2 3 4 5 6"]}]
-    short = ask(settings=settings, parameters=settings, stream=True, exclude_input_in_output=True)
-    pieces = tensors_of(short)
-    assert b"".join(piece["text_output"][0] for piece in pieces) == b" 3 4 5 6"
-
-
-FRONTEND = {"frequency_penalty": 0, "ignore_eos": False, "n": 1, "presence_penalty": 0, "top_p": 1}
-
-COMPLETION = {**FRONTEND, "temperature": 0, "best_of": 1, "max_tokens": 4}
-
-CHAT = {**FRONTEND, "temperature": 0, "logprobs": False, "max_tokens": 4}
-
-NEWER_COMPLETION = {**FRONTEND, "temperature": 0, "max_tokens": 4}
-
-NO_LOG_PROBS = {"return_logprobs": False}
-
-
-@pytest.mark.contract(
-    "vllm_model input",
-    "text_input stream sampling_parameters exclude_input_in_output return_finish_reason "
-    "return_num_input_tokens return_num_output_tokens",
-)
-@pytest.mark.contract(
-    "vllm_model output", "text_output finish_reason num_input_tokens num_output_tokens"
-)
-@pytest.mark.parametrize(
-    ("settings", "more"), [(COMPLETION, {}), (CHAT, {}), (NEWER_COMPLETION, NO_LOG_PROBS)]
-)
-def test_tritons_openai_frontend(ask: Ask, settings: dict[str, Any], more: dict[str, bool]) -> None:
-    """Counts per response: it adds them up. ``more``: what newer ones send as tensors."""
-    wants = {"return_num_input_tokens": True, "return_num_output_tokens": True, **more}
-    whole = ask(settings=settings, stream=False, exclude_input_in_output=True, **wants)
-    [answer] = tensors_of(whole)
-    assert answer == {
-        "text_output": [b" 3 4 5 6"],
-        "num_input_tokens": [2],
-        "num_output_tokens": [4],
-    }
-    kinds = {each.name(): each.as_numpy().dtype for each in whole.responses[0].output_tensors}
-    assert kinds["num_input_tokens"] == kinds["num_output_tokens"] == np.uint32
-    pieces = tensors_of(ask(settings=settings, stream=True, exclude_input_in_output=True, **wants))
-    assert sum(piece["num_output_tokens"][0] for piece in pieces) == 4
-    assert {piece["num_input_tokens"][0] for piece in pieces} == {2}
 
 
 @pytest.mark.parametrize(
@@ -96,21 +42,9 @@ def test_what_configs_of_vllms_backend_say_is_told_what_is_in_its_place(
         pass
 
 
-class FullMemory(FakeSender):
-    """Its last response finds no room; what comes then does."""
-
-    num_failures = 0
-
-    def send(self, response: Any = None, flags: int = 0) -> None:
-        if flags and not self.num_failures:
-            self.num_failures += 1
-            raise RuntimeError("shm full")
-        super().send(response, flags)
-
-
 @pytest.mark.parametrize("is_streaming", [True, False])
 def test_a_last_response_that_cannot_be_sent_is_an_error(ask: Ask, is_streaming: bool) -> None:
-    sender = ask(settings={"max_tokens": 3}, stream=is_streaming, sender=FullMemory())
+    sender = ask(settings={"max_tokens": 3}, stream=is_streaming, sender=FailingSender(flags=1))
     assert str(sender.responses[-1].error) == "the request could not be relayed"
     assert len(tensors_of(ask(settings={"max_tokens": 3}))) == 1
 
@@ -224,127 +158,6 @@ def test_ends_of_the_checkpoint_and_of_the_client(
     ]
 
 
-PROMPT = "7 2 3"
-
-DRAWN = {"temperature": 1.5, "seed": 5, "max_tokens": 16, "ignore_eos": True}
-"""Seldom the likeliest token."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose words are numbers; each begins with its space, which a text drops."""
-    torch.set_num_threads(1)
-    folder = write_checkpoint(tmp_path_factory.mktemp("llama"))
-    vocab = {f"\u2581{i}": i for i in range(VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="\u25810"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture
-def ask_real(folder: Path, make_server: MakeServer) -> Iterator[Ask]:
-    """``vllm_model`` over it."""
-    config = EngineConfig(
-        device="cpu", max_batch_size=4, max_num_tokens=64, max_tokens_in_paged_kv_cache=384
-    )
-    engine: Any = Engine.load(folder, config)
-    make_server(engine, gpt_model_path=str(folder))
-    with vllm_model(gpt_model_path=str(folder)) as ask_real:
-        yield ask_real
-
-
-def ids_of(rows: list[dict[str, Any]]) -> list[int]:
-    """The drawn tokens, which come first."""
-    return [int(next(iter(row))) for row in rows]
-
-
-@torch.inference_mode()
-def expected_rows(folder: Path, ids: list[int], num_top: int) -> list[dict[str, Any]]:
-    """What transformers says of an answer to `PROMPT`, in the form of vLLM's backend."""
-    prompt = [int(word) for word in PROMPT.split()]
-    logits = load_oracle(folder)(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-    rows = []
-    for token, values in zip(ids, logits.float().log_softmax(-1), strict=True):
-        likeliest = values.topk(num_top).indices.tolist()
-        ranks = {token: int((values >= values[token]).sum())}
-        ranks |= {each: place for place, each in enumerate(likeliest, start=1)}
-        rows.append(
-            {
-                str(each): {
-                    "logprob": pytest.approx(values[each].item(), abs=2e-4),
-                    "rank": rank,
-                    "decoded_token": f" {each}",
-                }
-                for each, rank in ranks.items()
-            }
-        )
-    return rows
-
-
-@pytest.mark.contract("vllm_model input", "return_logprobs")
-@pytest.mark.contract("vllm_model output", "logprobs")
-@pytest.mark.parametrize("is_streaming", [True, False])
-@pytest.mark.parametrize("num_top", [0, 2, "20"])
-def test_values_and_ranks_are_those_of_transformers(
-    folder: Path, ask_real: Ask, is_streaming: bool, num_top: Any
-) -> None:
-    """Every response says those of its tokens, and as many as it counts."""
-    wants = {"return_logprobs": True, "return_num_output_tokens": True}
-    settings = {**DRAWN, "n": 2, "logprobs": num_top}
-    wants |= {"return_cumulative_logprob": True, "stream": is_streaming}
-    responses = tensors_of(ask_real(PROMPT, settings, **wants, exclude_input_in_output=True))
-    assert (len(responses) > 1) == is_streaming
-    sizes = set()
-    for index in range(2):
-        rows = []
-        for response in responses:
-            told = json.loads(response["logprobs"][index])
-            assert len(told) == response["num_output_tokens"][index]
-            rows += told
-        ids = ids_of(rows)
-        assert len(ids) == 16
-        expected = expected_rows(folder, ids, int(num_top))
-        assert rows == expected
-        assert [list(row) for row in rows] == [list(row) for row in expected], "in this order"
-        own = [row[str(token)] for row, token in zip(rows, ids, strict=True)]
-        assert max(each["rank"] for each in own) > 20
-        sizes |= {len(row) for row in rows}
-        sums = responses[-1]["cumulative_logprob"]
-        assert sums[index] == pytest.approx(sum(each["logprob"] for each in own), abs=1e-3)
-        text = b"".join(response["text_output"][index] for response in responses).decode()
-        assert text == "".join(f" {token}" for token in ids)
-    top = int(num_top)
-    assert sizes == ({top, top + 1} if top else {1}), "the drawn token is among them, or beside"
-
-
-def test_what_is_greedy_reads_as_its_tokens(ask_real: Ask) -> None:
-    """As vLLM's own tests have it: the likeliest tokens are the text."""
-    wants = {"return_logprobs": True, "exclude_input_in_output": True}
-    whole = {"max_tokens": 9, "ignore_eos": True, "logprobs": 0}
-    [answer] = tensors_of(ask_real(PROMPT, {"temperature": 0, **whole}, **wants))
-    stop = " ".join(answer["text_output"][0].decode().split()[4:6])
-    for settings in (whole, {**whole, "stop": stop, "logprobs": 1}):
-        [answer] = tensors_of(ask_real(PROMPT, {"temperature": 0, **settings}, **wants))
-        rows = json.loads(answer["logprobs"][0])
-        assert [[each["rank"] for each in row.values()] for row in rows] == [[1]] * len(rows)
-        text = "".join(each["decoded_token"] for row in rows for each in row.values())
-        assert text == answer["text_output"][0].decode() + str(settings.get("stop", ""))
-        assert len(rows) == (6 if "stop" in settings else 9)
-
-
-@pytest.fixture
-def counting(server: Server) -> Iterator[Ask]:
-    """``vllm_model`` over an engine that knows no log probabilities; without a tokenizer."""
-    with vllm_model() as ask_real:
-        yield ask_real
-
-
-def message_of(sender: FakeSender) -> str:
-    return error_of(sender)[0]
-
-
 @pytest.mark.parametrize("is_asked_for", [True, False])
 @pytest.mark.parametrize(
     ("logprobs", "message"),
@@ -357,22 +170,24 @@ def message_of(sender: FakeSender) -> str:
     ],
 )
 def test_what_cannot_be_told_is_refused_by_name(
-    counting: Ask, logprobs: Any, message: str, is_asked_for: bool
+    ask: Ask, logprobs: Any, message: str, is_asked_for: bool
 ) -> None:
-    answer = counting(settings={"logprobs": logprobs}, return_logprobs=is_asked_for)
-    assert message_of(answer) == message
+    answer = ask(settings={"logprobs": logprobs}, return_logprobs=is_asked_for)
+    assert error_of(answer)[0] == message
 
 
 def test_a_model_without_a_tokenizer_refuses_them_by_name(
-    counting: Ask, server: Server, tmp_path: Any
+    ask: Ask, server: Server, tmp_path: Any
 ) -> None:
     """One that was written by an older version has no parameters."""
     message = "'return_logprobs' needs a tokenizer: set gpt_model_path"
-    assert message_of(counting(settings={"logprobs": 1}, return_logprobs=True)).startswith(message)
+    assert error_of(ask(settings={"logprobs": 1}, return_logprobs=True))[0].startswith(message)
     # With one, it is the engine that says what it has not.
-    with vllm_model(tokenizer_dir=str(tmp_path), gpt_model_path="unread") as ask_real:
-        refused = message_of(ask_real(settings={"logprobs": 1}, return_logprobs=True))
-    assert refused == "'return_log_probs' is not supported by the engine of this server"
+    with vllm_model(tokenizer_dir=str(tmp_path), gpt_model_path="unread") as ask_with_tokenizer:
+        refused = ask_with_tokenizer(settings={"logprobs": 1}, return_logprobs=True)
+    assert (
+        error_of(refused)[0] == "'return_log_probs' is not supported by the engine of this server"
+    )
 
 
 def test_a_model_that_loads_a_tokenizer_looks_for_its_server(
@@ -388,14 +203,24 @@ def test_a_model_that_loads_a_tokenizer_looks_for_its_server(
 
 
 def tensors(ids: list[int], **values: Any) -> dict[str, Any]:
-    ranks = np.array([[values.pop("ranks")]], dtype=np.int32)
-    own = np.array([[values.pop("own")]], dtype=np.float32)
     return {
         "output_ids": np.array([[ids]], dtype=np.int32),
-        "output_log_probs": own,
-        "output_log_prob_ranks": ranks,
+        "output_log_probs": np.array([[values.pop("own")]], dtype=np.float32),
+        "output_log_prob_ranks": np.array([[values.pop("ranks")]], dtype=np.int32),
         **{name: np.array([[value]]) for name, value in values.items()},
     }
+
+
+def test_the_drawn_token_comes_first_then_the_likeliest() -> None:
+    own = {"own": [-0.5, -3.0], "ranks": [1, 30]}
+    assert [json.loads(row) for row in LogProbs(0, str).read(tensors([8, 9], **own))] == [
+        {"8": {"logprob": -0.5, "rank": 1, "decoded_token": "8"}},
+        {"9": {"logprob": -3.0, "rank": 30, "decoded_token": "9"}},
+    ]
+    top = {"top_log_prob_ids": [[8], [7]], "top_log_probs": [[-0.5], [-1.0]]}
+    rows = [json.loads(row) for row in LogProbs(1, str).read(tensors([8, 9], **own, **top))]
+    assert [list(row) for row in rows] == [["8"], ["9", "7"]]
+    assert rows[1]["7"] == {"logprob": -1.0, "rank": 1, "decoded_token": "7"}
 
 
 def test_of_equally_likely_tokens_the_place_counts() -> None:

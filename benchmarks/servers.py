@@ -1,0 +1,13 @@
+"""Servers to measure: started and stopped as the tests do it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.plain_triton import repository_server
+from support.server_process import HOST, ServeProcess, start_serve
+
+__all__ = ["HOST", "ServeProcess", "repository_server", "start_serve"]

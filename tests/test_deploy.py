@@ -1,0 +1,219 @@
+"""`docker-compose.yml`, what it mounts, the pod of docs/operations.md and the alerts: they follow
+their specifications, and name files, options and metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from support.promql import FAMILY_TO_LABELS, check, selectors_of
+from typer.main import get_command
+from write_operations_docs import RULES, rules
+
+from inflight_openai.command import openai
+from inflight_server.commands.serve import serve
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPOSE_FILE = ROOT / "docker-compose.yml"
+DASHBOARD_FILE = ROOT / "deploy/grafana/dashboards/inflight.json"
+DATASOURCE_FILE = ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml"
+PROVIDER_FILE = ROOT / "deploy/grafana/provisioning/dashboards/inflight.yml"
+
+# Triton's own families: docs/user_guide/metrics.md of its server repository.
+TRITON_FAMILIES = {
+    "nv_gpu_memory_total_bytes",
+    "nv_gpu_memory_used_bytes",
+    "nv_gpu_utilization",
+    "nv_inference_pending_request_count",
+    "nv_inference_request_failure",
+    "nv_inference_request_success",
+}
+
+
+def read_yaml(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    services: dict[str, Any] = read_yaml(COMPOSE_FILE)["services"]
+    return services
+
+
+def settings_of(command: Callable[..., None], arguments: list[str]) -> dict[str, Any]:
+    """What a command line sets; it must be one that the command takes."""
+    own = typer.Typer()
+    own.command()(command)
+    return get_command(own).make_context("inflight", arguments).params
+
+
+def test_the_file_follows_the_compose_specification() -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    result = subprocess.run(
+        [*command, str(COMPOSE_FILE)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_images_are_pinned_and_ports_are_published_on_loop_back_only(
+    services: dict[str, Any],
+) -> None:
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    images = re.findall(r"^FROM (\S+)$", dockerfile, re.MULTILINE)
+    assert images
+    for name, service in services.items():
+        images.append(service["image"])
+        for port in service["ports"]:
+            assert port.startswith("127.0.0.1:"), f"{name} publishes {port} to the network"
+    for image in images:
+        assert re.search(r":v?\d+\.\d+[^:]*$", image), f"{image} has no version"
+
+
+def test_the_front_listens_where_it_is_published_and_asks_the_server(
+    services: dict[str, Any],
+) -> None:
+    service = services["openai"]
+    program, name, *arguments = service["command"]
+    assert (program, name) == ("inflight", "openai")
+    settings = settings_of(openai, arguments)
+    assert service["ports"] == [f"127.0.0.1:{settings['port']}:{settings['port']}"]
+    assert settings["url"] == "triton:8001"
+    assert settings["host"] == "0.0.0.0"  # inside the container; `ports` decides who reaches it
+    assert service["image"] == services["triton"]["image"]
+
+
+def test_every_file_that_is_mounted_or_copied_exists(services: dict[str, Any]) -> None:
+    dockerfile = (ROOT / services["triton"]["build"]["dockerfile"]).read_text()
+    lines = re.findall(r"^COPY (.+)$", dockerfile, re.MULTILINE)
+    copied = {source for line in lines for source in line.split()[:-1]}
+    assert {"backend", "client", "kernels", "scheduler", "model_repository"} <= copied
+    mounts = [mount for service in services.values() for mount in service.get("volumes", ())]
+    mounted = {mount.split(":")[0] for mount in mounts if not mount.startswith("${MODEL_DIR:?")}
+    volumes = {source for source in mounted if not source.startswith("./")}
+    assert volumes == set(read_yaml(COMPOSE_FILE)["volumes"])
+    missing = [each for each in copied | mounted - volumes if not (ROOT / each).exists()]
+    assert missing == []
+
+
+def test_the_server_has_a_gpu_a_read_only_model_and_time_to_drain(services: dict[str, Any]) -> None:
+    triton = services["triton"]
+    [device] = triton["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    [model] = [mount for mount in triton["volumes"] if "MODEL_DIR" in mount]
+    assert model.endswith(":/model:ro")
+    assert triton["command"][-2:] == ["--model", "/model"]
+    assert int(triton["stop_grace_period"].removesuffix("s")) > 30
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_an_image_without_a_compiler_is_not_built(tmp_path: Path, has_compiler: bool) -> None:
+    """Triton needs one, and Python.h, at the first load: the line that looks for both, as it is."""
+    text = (ROOT / "deploy/Dockerfile").read_text().replace("\\\n", "")
+    [line] = re.findall(r"^RUN (printf .*launcher\.c)$", text, re.MULTILINE)
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    assert compiler is not None
+    (tmp_path / "rm").symlink_to(shutil.which("rm") or "rm")
+    (tmp_path / "python3").symlink_to(sys.executable)
+    if has_compiler:
+        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+            pytest.skip("this Python has no headers")
+        (tmp_path / "gcc").symlink_to(compiler)
+    done = subprocess.run(
+        ["/bin/sh", "-c", line.replace("/tmp/", f"{tmp_path}/")],
+        env={"PATH": str(tmp_path)},
+        check=False,
+        capture_output=True,
+    )
+    assert (done.returncode == 0) == has_compiler, done.stderr
+
+
+def test_the_pod_of_the_operations_page_is_what_compose_runs(services: dict[str, Any]) -> None:
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    triton = services["triton"]
+    assert container["image"] == triton["image"]
+    assert "command" not in container, "it would take the place of the image's entry point"
+    program, name, *arguments = container["args"]
+    assert (program, name) == ("inflight", "serve")
+    settings = settings_of(serve, arguments)
+    assert (settings["host"], str(settings["model"])) == ("0.0.0.0", "/model")
+    ports = [settings[f"{kind}_port"] for kind in ("http", "grpc", "metrics")]
+    assert [port["containerPort"] for port in container["ports"]] == ports
+    [_, pause] = container["lifecycle"]["preStop"]["exec"]["command"]
+    needed = int(pause) + settings["drain_seconds"] + 15
+    assert pod["terminationGracePeriodSeconds"] == needed
+    assert container["readinessProbe"]["httpGet"]["path"] in triton["healthcheck"]["test"][-1]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+    assert {mounts["model"], mounts["kernels"]} == {
+        mount.split(":")[-2 if mount.endswith(":ro") else -1] for mount in triton["volumes"]
+    }
+    assert "livenessProbe" not in container
+
+
+def test_grafana_is_provisioned_from_the_mounted_folders(services: dict[str, Any]) -> None:
+    [provider] = read_yaml(PROVIDER_FILE)["providers"]
+    folder = provider["options"]["path"]
+    assert f"./deploy/grafana/dashboards:{folder}:ro" in services["grafana"]["volumes"]
+    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{folder}/{DASHBOARD_FILE.name}"
+
+
+def dashboard_expressions() -> list[str]:
+    panels = json.loads(DASHBOARD_FILE.read_text(encoding="utf-8"))["panels"]
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    for expression in dashboard_expressions():
+        assert selectors_of(expression)
+        check(expression, TRITON_FAMILIES)
+
+
+def test_the_dashboard_is_whole() -> None:
+    board = json.loads(DASHBOARD_FILE.read_text(encoding="utf-8"))
+    [datasource] = read_yaml(DATASOURCE_FILE)["datasources"]
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {datasource["uid"]}
+    shown = {
+        family
+        for expr in dashboard_expressions()
+        for family, _ in selectors_of(expr)
+        if family not in TRITON_FAMILIES
+    }
+    constant = {"nv_trt_llm_disaggregated_serving_metrics"}
+    assert shown == set(FAMILY_TO_LABELS) - constant, "a family of ours has no panel"
+
+
+def test_every_alert_can_fire_and_is_one_that_prometheus_reads(services: dict[str, Any]) -> None:
+    """It names metrics that exist, and its sides have the same labels. Prometheus refuses the whole
+    file for a field that it does not know."""
+    config = read_yaml(ROOT / "deploy/prometheus.yml")
+    jobs = {job["job_name"] for job in config["scrape_configs"]}
+    for rule in rules():
+        check(rule["expr"], set())
+        assert set(re.findall(r'job="([^"]*)"', rule["expr"])) <= jobs
+        assert set(rule) - {"for"} == {"alert", "expr", "labels", "annotations"}
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "1s"))
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert set(rule["annotations"]) == {"summary", "description"}
+        templates = re.findall(r"\{\{(.*?)\}\}", str(rule["annotations"]))
+        assert templates == [" $labels.instance "]
+    mounts = services["prometheus"]["volumes"]
+    [mounted] = [mount for mount in mounts if "/prometheus.yml:" in mount]
+    folder = mounted.split(":")[1].rpartition("/")[0]
+    assert config["rule_files"] == [RULES.name]  # beside the file that says so
+    assert f"./{RULES.relative_to(ROOT)}:{folder}/{RULES.name}:ro" in mounts
