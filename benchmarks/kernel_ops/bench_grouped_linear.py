@@ -1,7 +1,4 @@
-"""The linears of a mixture of experts: bytes of the experts that are read, beside a loop in torch.
-
-python -m kernel_ops.bench_grouped_linear --output experts.json [--dry-run]
-"""
+"""The linears of a mixture of experts, beside a loop over experts in torch."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from functools import partial
 import torch
 
 from inflight_kernels import reference
-from kernel_ops.harness import Row, Setting, main, num_bytes
+from kernel_ops.harness import Row, Setting, num_bytes
 
 
 def rows(setting: Setting) -> Iterator[Row]:
@@ -35,7 +32,3 @@ def rows(setting: Setting) -> Iterator[Row]:
             2 * num_rows * size * columns,
             {"torch": partial(reference.grouped_linear, x, weight, starts)},
         )
-
-
-if __name__ == "__main__":
-    main("grouped_linear", rows)

@@ -205,8 +205,8 @@ def _check_fp8_linears(model: ModelConfig, dtype: str) -> None:
     sizes = {
         "hidden_size": model.hidden_size,
         "intermediate_size": model.mlp_size,
-        "num_attention_heads * head_dim": model.layers[0].attention.query_size,
-        "num_key_value_heads * head_dim": model.layers[0].attention.kv_size,
+        "num_attention_heads * head_dim": model.query_size,
+        "num_key_value_heads * head_dim": model.kv_size,
     }
     for name, size in sizes.items():
         if size % _LINEAR_STEP:

@@ -249,7 +249,9 @@ class Engine:
         step = self._slots.begin(words.runs, self._slots.host_lengths(batch))
         attention = self._attention.begin(step.attention)
         if not observed:
-            return self._decoder.forward(step.tokens, step.attention.positions, attention, step.sample_rows)
+            return self._decoder.forward(
+                step.tokens, step.attention.positions, attention, step.sample_rows
+            )
         hidden = self._decoder.forward(step.tokens, step.attention.positions, attention, None)
         self._output_recorder.record_context_logits(observed, hidden, self._decoder.logits)
         return hidden[step.sample_rows]

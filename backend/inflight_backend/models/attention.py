@@ -130,7 +130,7 @@ class TorchAttention:
         """One layer of a step."""
         config = self._layers[layer]
         angles = step.angles[config.rope, config.head_dim] if config.rope else None
-        sizes = (config.num_heads, config.num_kv_heads)
+        sizes = [config.num_heads, config.num_kv_heads]
         count = sum(sizes)
         query, key = torch.split(heads[:, :count], sizes, dim=1)
         if parameters.query_norm is None and angles is not None:  # they lie side by side

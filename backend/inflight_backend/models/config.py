@@ -1,7 +1,7 @@
 """What a decoder is made of: one description that all families fill in from ``config.json``.
 
-A family (`families`) reads its keys into a `ModelConfig`; `parameters` says which tensors that needs,
-`decoder` computes it. Nothing behind this page knows a family's name.
+A family (`families`) reads its keys into a `ModelConfig`; `parameters` says which tensors that
+needs, `decoder` computes it. Nothing behind this page knows a family's name.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from inflight_backend.models.blocks.rope import RopeConfig
 from inflight_backend.models.checkpoint_files import JsonReader, find_config
@@ -41,10 +42,12 @@ class AttentionConfig:
     """The attention of one layer.
 
     ``window``: the last tokens seen; ``chunk``: only positions of the same chunk are. ``qk_norm``:
-    "head" (a weight [head_dim]), "full" (over all heads, [num_heads * head_dim]), "per_head" (a
-    weight for each, [num_heads, head_dim]) or "plain" (no weight); None for none.
-    ``is_value_key``: values are the keys before norm and turning. ``slopes``: of ALiBi, one for each head. ``temperature``: (scale, span, shift) multiply a query at
-    position p by ``1 + scale * log(1 + floor((p + shift) / span))``.
+    "head" (a weight [head_dim]), "biased" (LayerNorm with a weight and a bias [head_dim]), "full"
+    (over all heads, [num_heads * head_dim]), "per_head" (a weight for each, [num_heads, head_dim];
+    "per_head_list": as a tensor each) or "plain" (no weight); None for none.
+    ``is_value_key``: values are the keys before norm and turning. ``slopes``: of ALiBi, one for
+    each head. ``temperature``: (scale, span, shift) multiply a query at position p by
+    ``1 + scale * log(1 + floor((p + shift) / span))``.
     """
 
     num_heads: int
@@ -150,9 +153,9 @@ class LayerConfig:
 class WeightNames:
     """Where a checkpoint has its tensors; parts of names, joined as ``prefix + layers + number``.
 
-    ``qkv`` and ``gate_up``: fused ones; their layouts are "rows" ([q; k; v]), "per_head" (q, k, v of
-    each head), "per_group" (the queries of a KV head, its key, its value), "codegen", and for
-    ``gate_up`` "rows". ``is_transposed``: weights are [inputs, outputs].
+    ``qkv`` and ``gate_up``: fused ones. ``qkv_layout``: "rows" ([q; k; v]), "per_head" (q, k, v of
+    each head), "per_group" (the queries of a KV head, its key, its value) or "codegen".
+    ``is_transposed``: weights are [inputs, outputs]. ``expert_layout``: see `parameters`.
     """
 
     prefix: str = "model."
@@ -244,6 +247,11 @@ class ModelConfig:
         return max(layer.attention.head_dim for layer in self.layers)
 
     @property
+    def has_qkv_bias(self) -> bool:
+        """True if keys of any layer have a bias."""
+        return any(layer.attention.has_qkv_bias for layer in self.layers)
+
+    @property
     def mlp_size(self) -> int:
         """Inner numbers of a token in the widest feed-forward layer."""
         return max(
@@ -252,16 +260,21 @@ class ModelConfig:
         )
 
     @property
-    def num_heads(self) -> int:
-        """The most query heads of a layer."""
-        return max(layer.attention.num_heads for layer in self.layers)
+    def query_size(self) -> int:
+        """Columns of all query heads of the widest layer."""
+        return max(layer.attention.query_size for layer in self.layers)
+
+    @property
+    def kv_size(self) -> int:
+        """Columns of all key (or value) heads of the widest layer."""
+        return max(layer.attention.kv_size for layer in self.layers)
 
     def with_layers(self, change: Callable[[int, LayerConfig], LayerConfig]) -> ModelConfig:
         """The same with each layer, by number, changed."""
         return replace(self, layers=tuple(change(*each) for each in enumerate(self.layers)))
 
     def with_attention(
-        self, change: Callable[[int, AttentionConfig], Mapping[str, object]]
+        self, change: Callable[[int, AttentionConfig], Mapping[str, Any]]
     ) -> ModelConfig:
         """The same with what ``change`` says of each layer's attention."""
         return self.with_layers(

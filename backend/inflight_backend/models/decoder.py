@@ -84,7 +84,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, parameters: dict[str, Parameter], ops: Ops) -> None:
         """Takes ``parameters`` (names of `decoder_parameters`) over: the dict is emptied."""
-        self._config, self._ops = config, ops
+        self.config, self._ops = config, ops
         self._is_fused = (
             config.block == "pre"
             and config.norm.kind == "rms"
@@ -107,6 +107,10 @@ class Decoder:
         head = given.optional("head.weight")
         self._head = ops.make_head(self._embedding if head is None else head)
         self._head_bias = given.optional("head.bias")
+        self._norm_weights = [
+            (_weight(each.input_norm), _weight(each.mlp_norm))
+            for each in (self._layers if self._is_fused else [])
+        ]
         assert not parameters, f"parameters without a use: {sorted(parameters)}"
 
     def forward(
@@ -134,7 +138,7 @@ class Decoder:
     def plain_logits(self, hidden: Tensor) -> Tensor:
         """The same numbers in the dtype of the model, for a draw that changes none of them: of many
         rows, their float32 form takes longer to write and to read than all else of a draw."""
-        config, logits = self._config, self._head(hidden)
+        config, logits = self.config, self._head(hidden)
         if self._head_bias is not None:
             logits = logits + self._head_bias
         if config.logit_scale != 1.0:
@@ -144,7 +148,7 @@ class Decoder:
         return logits
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        config = self._config
+        config = self.config
         x = self._embedding[tokens]  # [T, hidden]
         if config.embedding_scale != 1.0:
             x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
@@ -158,8 +162,8 @@ class Decoder:
         self, residual: Tensor, positions: Tensor, attention: AttentionStep, rows: Tensor | None
     ) -> Tensor:
         """All layers of the block "pre", where each norm adds what came before it."""
-        ops, last, eps = self._ops, len(self._layers) - 1, self._config.norm.eps
-        weights = [(_weight(each.input_norm), _weight(each.mlp_norm)) for each in self._layers]
+        ops, last, eps = self._ops, len(self._layers) - 1, self.config.norm.eps
+        weights = self._norm_weights
         normed = ops.rms_norm(residual, weights[0][0], eps)
         for index, layer in enumerate(self._layers):
             x = layer.attention(normed, len(residual), positions, attention)
@@ -168,9 +172,12 @@ class Decoder:
                     return residual[:0]
                 x, residual = x[rows], residual[rows]
             x = layer.attention.output(ops.to_activation(x))
-            add_norm = ops.final_norm if isinstance(layer.mlp, Moe) else ops.add_rms_norm
-            normed, residual = add_norm(x, residual, weights[index][1], eps)
-            x = layer.mlp(normed)
+            if isinstance(layer.mlp, Moe):
+                plain, residual = ops.final_norm(x, residual, weights[index][1], eps)
+                x = layer.mlp(plain)
+            else:
+                normed, residual = ops.add_rms_norm(x, residual, weights[index][1], eps)
+                x = layer.mlp(normed)
             if index < last:
                 normed, residual = ops.add_rms_norm(x, residual, weights[index + 1][0], eps)
         return ops.final_norm(x, residual, _weight(self._final_norm), eps)[0]
@@ -183,7 +190,7 @@ class Decoder:
         attention: AttentionStep,
         rows: Tensor | None,
     ) -> Tensor:
-        config, to_activation = self._config, self._ops.to_activation
+        config, to_activation = self.config, self._ops.to_activation
         is_parallel = config.block.startswith("parallel")
         normed = _apply(layer.input_norm, x)
         found = layer.attention(to_activation(normed), len(x), positions, attention)
@@ -208,7 +215,7 @@ class Decoder:
 
     def _take_norm(self, given: Parameters, name: str) -> Norm | None:
         """The norm of that name; None if the model has none there."""
-        config = self._config
+        config = self.config
         weight, bias = given.optional(f"{name}.weight"), given.optional(f"{name}.bias")
         if weight is None and (config.norm.has_weight or not _has_norm(config, name)):
             return None
@@ -218,7 +225,9 @@ class Decoder:
         take = self._take_attention if layer.attention.latent is None else self._take_latent
         return _Layer(
             take(given, index, layer.attention),
-            self._take_mlp(given, layer.mlp),
+            self._take_mlp(given, layer.mlp)
+            if isinstance(layer.mlp, MlpConfig)
+            else self._take_moe(given, layer.mlp),
             self._take_norm(given, "input_norm"),
             self._take_norm(given, "attention_output_norm"),
             self._take_norm(given, "mlp_norm"),
@@ -250,17 +259,18 @@ class Decoder:
             self._ops,
         )
 
-    def _take_mlp(self, given: Parameters, config: MlpConfig | MoeConfig) -> Mlp | Moe:
-        if isinstance(config, MlpConfig):
-            up = given.linear("gate_up" if config.is_gated else "up")
-            down, numbers = given.linear("down", feeds_norm=True), given.optional("activation")
-            return Mlp(config, up, down, make_activation(config.activation, numbers), self._ops)
-        experts, hidden = config.num_experts, self._config.hidden_size
+    def _take_mlp(self, given: Parameters, config: MlpConfig, *, feeds_norm: bool = True) -> Mlp:
+        up = given.linear("gate_up" if config.is_gated else "up")
+        down = given.linear("down", feeds_norm=feeds_norm)
+        activation = make_activation(config.activation, given.optional("activation"))
+        return Mlp(config, up, down, activation, self._ops)
+
+    def _take_moe(self, given: Parameters, config: MoeConfig) -> Moe:
+        experts, hidden = config.num_experts, self.config.hidden_size
         gate_up_bias = given.optional("experts.gate_up.bias")
         shared = None
         if config.shared is not None:
-            shared = self._take_mlp(given.below("shared."), config.shared)
-            assert isinstance(shared, Mlp)
+            shared = self._take_mlp(given.below("shared."), config.shared, feeds_norm=False)
         return Moe(
             config,
             given.tensor("router.weight"),

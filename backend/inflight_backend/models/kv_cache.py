@@ -78,8 +78,9 @@ class KvPool:
         device: str,
         copy_blocks: CopyBlocks | None = None,
     ) -> None:
-        """``shapes``: (tensors, num_kv_heads, head_dim) of each layer. Blocks are copied by ``copy_blocks``;
-        None: by torch, which takes tens of launches where a tensor has more than 2^31 numbers."""
+        """``shapes``: (tensors, num_kv_heads, head_dim) of each layer. Blocks are copied by
+        ``copy_blocks``; None: by torch, which takes tens of launches where a tensor has more than
+        2^31 numbers."""
         self._copy_blocks = copy_blocks
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block

@@ -347,7 +347,9 @@ def _experts_stacked(
             prefix + part,
             (Source(folder + name, (count, rows, columns), _flat, (count * rows, columns)),),
         )
-        for part, (name, rows, columns) in zip(("gate_up.weight", "down.weight"), shapes, strict=True)
+        for part, (name, rows, columns) in zip(
+            ("gate_up.weight", "down.weight"), shapes, strict=True
+        )
     ]
 
 
@@ -378,7 +380,8 @@ def _experts_transposed(
                 (Source(f"{folder}{names.expert_gate}_bias", (count, 2 * size), gates_first),),
             ),
             ParameterSpec(
-                f"{prefix}down.bias", (Source(f"{folder}{names.expert_down}_bias", (count, hidden)),)
+                f"{prefix}down.bias",
+                (Source(f"{folder}{names.expert_down}_bias", (count, hidden)),),
             ),
         ]
     return specs
@@ -400,7 +403,10 @@ def _experts_joined(
         for name in (names.expert_gate, names.expert_up)
     )
     down = Source(
-        folder + names.expert_down, shape, partial(_down_of_dbrx, count=count), (count * hidden, size)
+        folder + names.expert_down,
+        shape,
+        partial(_down_of_dbrx, count=count),
+        (count * hidden, size),
     )
     return [
         ParameterSpec(f"{prefix}gate_up.weight", gate_up),
@@ -514,7 +520,8 @@ def _gates_first(tensor: Tensor, is_interleaved: bool) -> Tensor:
     """[E, 2 * size, ...] with gate and up taking turns to gates, then ups."""
     if not is_interleaved:
         return tensor
-    return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    count, size, *rest = tensor.shape
+    return tensor.reshape(count, size // 2, 2, *rest).transpose(1, 2).flatten(1, 2)
 
 
 def _slice(tensor: Tensor, first: int, count: int) -> Tensor:
@@ -522,7 +529,7 @@ def _slice(tensor: Tensor, first: int, count: int) -> Tensor:
 
 
 def _down_of_dbrx(tensor: Tensor, count: int) -> Tensor:
-    return tensor.unflatten(0, (count, -1)).transpose(1, 2).flatten(0, 1)
+    return tensor.reshape(count, -1, tensor.shape[1]).transpose(1, 2).flatten(0, 1)
 
 
 # What tools lay beside or instead of a weight that they quantise (GPTQ and AWQ, ModelOpt and

@@ -42,7 +42,12 @@ class TritonAttention:
     can_be_captured = True
 
     def __init__(
-        self, pool: KvPool, model: ModelConfig, tables: RopeTables, *, is_deterministic: bool = False
+        self,
+        pool: KvPool,
+        model: ModelConfig,
+        tables: RopeTables,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
         # Then splits and tiles depend on a row's own length, not on the batch.
         self._num_splits = DETERMINISTIC_SPLITS if is_deterministic else None

@@ -116,7 +116,9 @@ class Checkpoint:
             row = 0
             for source in spec.sources:
                 tensor = self._read(source.name)
-                put_rows(parameter, row, tensor if source.convert is None else source.convert(tensor))
+                put_rows(
+                    parameter, row, tensor if source.convert is None else source.convert(tensor)
+                )
                 row += source.rows
                 done += self._headers[source.name].num_bytes
                 if on_progress is not None:

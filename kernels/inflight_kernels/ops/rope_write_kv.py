@@ -4,8 +4,9 @@
     x'[i + D/2]   = x[i + D/2] * cos[p, i] + x[i] * sin[p, i]
 
 for token position p. Optionally query and key heads are first RMS-normed over the head with a
-weight each (qk-norm), or they are after they have turned. Token t goes to slot ``slot_mapping[t] = block * tokens_per_block + row`` of
-both caches; -1 writes nothing. An FP8 cache holds K / key_scale and V / value_scale.
+weight each (qk-norm), or after they have turned. Token t goes to slot ``slot_mapping[t] = block *
+tokens_per_block + row`` of both caches; -1 writes nothing. An FP8 cache holds K / key_scale and
+V / value_scale.
 
 A program handles one token and up to 8 query heads, or up to 8 KV heads.
 """

@@ -338,7 +338,7 @@ def _attend_written_out(
     """The same with every kind of `Weighting`; scores and weights are float32."""
     size, num_heads, num_queries, _ = queries.shape
     num_kv_heads, num_keys = keys.shape[1:3]
-    queries = queries.unflatten(1, (num_kv_heads, -1))  # [n, KVH, G, q, D]
+    queries = queries.reshape(size, num_kv_heads, -1, num_queries, queries.shape[-1])
     scores = (queries @ keys[:, :, None].transpose(-1, -2)).float() * weighting.scale
     if weighting.softcap is not None:
         scores = weighting.softcap * torch.tanh(scores / weighting.softcap)

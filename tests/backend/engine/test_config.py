@@ -11,6 +11,7 @@ import torch
 from inflight_backend.engine import EngineConfig
 from inflight_backend.engine.config import resolve, resolve_on_device
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.config import ModelConfig
 from inflight_server.serve.settings import DEMO_MODEL
 
@@ -18,15 +19,20 @@ from inflight_server.serve.settings import DEMO_MODEL
 @pytest.fixture
 def model() -> ModelConfig:
     """With 256 positions, heads that the kernels take and widths that FP8 products take."""
-    config = ModelConfig.from_folder(DEMO_MODEL)
-    return replace(
-        config,
-        max_position_embeddings=256,
-        hidden_size=64,
-        intermediate_size=96,
-        head_dim=16,
-        dtype="bfloat16",
-    )
+    return read_model()
+
+
+def read_model(**changes: object) -> ModelConfig:
+    """The demo model's with these keys changed."""
+    values: dict[str, object] = {
+        "max_position_embeddings": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "head_dim": 16,
+        "dtype": "bfloat16",
+    }
+    reader = JsonReader.from_file(DEMO_MODEL / "config.json")
+    return ModelConfig.from_reader(reader.with_values(**{**values, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,7 @@ def test_an_fp8_cache_of_keys_with_biases_is_warned_of(
 ) -> None:
     """It has no scale, and such keys are known to come near 448."""
     config = EngineConfig(device="cpu", kv_cache_dtype=cache, attention_backend="triton")
-    resolve(config, replace(model, has_qkv_bias=has_bias))
+    resolve(config, read_model(attention_bias=has_bias))
     assert ("up to 448" in caplog.text) == (cache == "fp8" and has_bias)
 
 

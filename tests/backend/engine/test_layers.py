@@ -94,7 +94,8 @@ def test_a_norm_takes_what_is_refused_without_its_scales(
     model = ModelConfig.from_folder(checkpoint(head_dim=16, intermediate_size=64))
     monkeypatch.setattr(Fp8Linear, "__call__", Fp8Linear._product)
     monkeypatch.setattr(Fp8Linear, "for_norm", Fp8Linear._product_for_norm)
-    attention = SimpleNamespace(attend=lambda _, heads, *__: heads[:, : model.num_heads].clone())
+    num_heads = model.layers[0].attention.num_heads
+    attention = SimpleNamespace(attend=lambda _, heads, *__: heads[:, :num_heads].clone())
 
     def forward(library: Library) -> Tensor:
         layers._refused.clear()
@@ -106,7 +107,7 @@ def test_a_norm_takes_what_is_refused_without_its_scales(
         }
         decoder = Decoder(model, parameters, FP8_TRITON_OPS)
         tokens, rows = torch.arange(5), torch.tensor([1, 4])
-        return decoder.forward(tokens, attention, rows)
+        return decoder.forward(tokens, tokens, attention, rows)
 
     library = Library(most_refused=8)
     expected, found = forward(Library(most_refused=0)), forward(library)

@@ -29,6 +29,7 @@ from inflight_backend.engine.memory_plan import (
     usual_shapes,
 )
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.decoder import Decoder
 from inflight_backend.models.layers import Fp8Weight, Parameter
@@ -48,7 +49,7 @@ def check_sizes(folder: Path, config: EngineConfig) -> MemoryPlan:
     layers = [engine._pool.layer(index) for index in range(engine.model_config.num_layers)]
     assert engine.num_blocks == made.num_blocks
     assert sum(each.nbytes for pair in layers for each in pair) == made.pool_bytes
-    assert engine._cos_sin.nbytes == made.table_bytes
+    assert sum(each.nbytes for each in engine._tables.values()) == made.table_bytes
     tensors: list[torch.Tensor] = []
     for parameter in load_parameters(folder, engine.config).values():
         tensors += parameter.rows if isinstance(parameter, Fp8Weight) else [parameter]
@@ -105,16 +106,15 @@ def test_what_slots_take_is_in_the_plan() -> None:
 def test_the_largest_step_is_in_the_plan(hidden: int, intermediate: int) -> None:
     """The most that lives at once in `Decoder.forward`, on a device without memory; ops give what
     those of a GPU do, without what plain torch makes between."""
-    model = replace(
-        ModelConfig.from_folder(DEMO_MODEL),
+    reader = JsonReader.from_file(DEMO_MODEL / "config.json").with_values(
         hidden_size=hidden,
         intermediate_size=intermediate,
-        num_heads=hidden // 128,
-        num_kv_heads=1,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=1,
         head_dim=128,
-        num_layers=2,
-        sliding_windows=(None, None),
+        num_hidden_layers=2,
     )
+    model = ModelConfig.from_reader(reader)
     ops = replace(
         TORCH_OPS,
         rms_norm=lambda x, *_: torch.empty_like(x),
@@ -129,13 +129,13 @@ def test_the_largest_step_is_in_the_plan(hidden: int, intermediate: int) -> None
             for spec in decoder_parameters(model)
         }
         decoder = Decoder(model, parameters, ops)
-        shape = (num_tokens, model.num_heads, model.head_dim)
+        shape = (num_tokens, hidden // 128, 128)
         attention = SimpleNamespace(attend=lambda *_: torch.empty(shape))
         tokens, rows = torch.empty(num_tokens, dtype=torch.int64), torch.empty(256).long()
         torch.set_default_dtype(torch.bfloat16)
         try:
             with _LiveBytes() as live:
-                decoder.forward(tokens, attention, rows)
+                decoder.forward(tokens, tokens, attention, rows)
         finally:
             torch.set_default_dtype(torch.float32)
     planned = memory_plan._step_bytes(model, num_tokens, 0, 2)

@@ -40,7 +40,8 @@ class Attention:
         config, gate = self._config, None
         heads = self._qkv(x)
         if config.has_gate:
-            heads, gate = heads.split((heads.shape[-1] - config.query_size, config.query_size), -1)
+            sizes = [heads.shape[-1] - config.query_size, config.query_size]
+            heads, gate = torch.split(heads, sizes, dim=-1)
         heads = heads.view(num_tokens, -1, config.head_dim)
         if self._norms is not None or config.has_value_norm or config.temperature is not None:
             heads = self._change(heads, positions)
@@ -51,8 +52,8 @@ class Attention:
 
     def _change(self, heads: Tensor, positions: Tensor) -> Tensor:
         config = self._config
-        sizes = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        query, key, value = heads.split(sizes, dim=1)
+        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        query, key, value = torch.split(heads, sizes, dim=1)
         if self._norms is not None:
             query, key = (
                 self._norm(each, weight)

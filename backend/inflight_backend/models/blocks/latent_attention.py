@@ -61,9 +61,10 @@ class LatentAttention:
             query = ops.plain_rms_norm(query, self._query_norm, NORM_EPS)
             query = self._query[1](ops.to_activation(query))
         query = query.view(num_tokens, self._config.num_heads, latent.nope + latent.rope)
-        plain, turning = query.split((latent.nope, latent.rope), dim=-1)
+        plain, turning = torch.split(query, [latent.nope, latent.rope], dim=-1)
         plain = torch.einsum("thd,hdr->thr", plain, self._to_latents)
-        latents, shared = self._key_value(x).split((latent.kv_rank, latent.rope), dim=-1)
+        sizes = [latent.kv_rank, latent.rope]
+        latents, shared = torch.split(self._key_value(x), sizes, dim=-1)
         latents = ops.plain_rms_norm(latents.contiguous(), self._key_value_norm, NORM_EPS)
         key = torch.cat((shared, latents), dim=-1)[:, None]
         heads = torch.cat((torch.cat((turning, plain), dim=-1), key), dim=1)

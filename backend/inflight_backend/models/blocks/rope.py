@@ -1,7 +1,7 @@
 """Rotary embedding: which dimensions of a head turn, how fast, and the table of a served length.
 
-The kernels turn dimension ``i`` with dimension ``i + head_dim / 2``. Models that turn neighbours, or
-a part of a head only, have the rows of their query and key projections put in that order while
+The kernels turn dimension ``i`` with dimension ``i + head_dim / 2``. Models that turn neighbours,
+or a part of a head only, have the rows of their query and key projections put in that order while
 loading (`rotary_order`): products of query and key do not depend on the order of dimensions. A
 dimension that does not turn has frequency 0.
 """
@@ -22,9 +22,9 @@ class RopeConfig:
     """One kind of turning.
 
     ``dim``: dimensions of a head that turn, even. ``is_interleaved``: dimension ``2 i`` turns with
-    ``2 i + 1``. ``kind``: as ``rope_type`` in config.json; the fields behind it belong to some kinds
-    only. ``attention_factor`` multiplies cosines and sines. ``num_turning``: pairs that turn at
-    all, the first ones (proportional). ``divisors``: of each frequency (longrope).
+    ``2 i + 1``. ``kind``: as ``rope_type`` in config.json; the fields behind it belong to some
+    kinds only. ``attention_factor`` multiplies cosines and sines. ``num_turning``: pairs that turn
+    at all, the first ones (proportional). ``divisors``: of each frequency (longrope).
     """
 
     dim: int
@@ -59,7 +59,7 @@ def rotary_order(rope: RopeConfig | None, head_dim: int) -> list[int] | None:
 def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
     """[num_positions, head_dim] float32 on the CPU: the cosines of head_dim / 2 angles, the sines.
 
-    The angle of pair ``i`` at position ``p`` is ``p * frequency[i]``. Without ``rope`` nothing turns.
+    The angle of pair ``i`` at position ``p`` is ``p * frequency[i]``; 0 without ``rope``.
     """
     angles = torch.zeros(num_positions, head_dim // 2)
     scale = torch.ones(head_dim // 2)
@@ -96,7 +96,7 @@ def _frequencies(rope: RopeConfig, num_positions: int) -> Tensor:
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     """Llama 3.1 (``apply_scaling`` of the published reference code): waves longer than ``original /
-    low`` positions are divided by ``factor``, waves shorter than ``original / high`` stay, and those
+    low`` positions are divided by ``factor``, waves shorter than ``original / high`` stay, those
     between are blended linearly in ``original / wavelength``."""
     turns = rope.original_max_positions * frequencies / (2 * math.pi)
     span = rope.high_freq_factor - rope.low_freq_factor
@@ -171,12 +171,12 @@ def read_rope(
     dim: int | None = None,
     theta_key: str = "rope_theta",
 ) -> RopeConfig:
-    """The rotary embedding of config.json, in either spelling (``rope_parameters`` of transformers 5;
-    ``rope_scaling`` and ``rope_theta``).
+    """The rotary embedding of config.json, in either spelling (``rope_parameters`` of
+    transformers 5; ``rope_scaling`` and ``rope_theta``).
 
-    ``kind_of_layer``: an entry of ``layer_types`` that may have a section of its own. ``dim``: where
-    the family fixes it; else ``partial_rotary_factor`` of ``head_dim``. ``theta_key``: where this
-    kind of layer has its theta in old files. `CheckpointError` for a key that would be ignored.
+    ``kind_of_layer``: an entry of ``layer_types`` that may have a section of its own. ``dim``:
+    where the family fixes it; else ``partial_rotary_factor`` of ``head_dim``. ``theta_key``: where
+    this kind of layer has its theta in old files. `CheckpointError` for a key that is unknown.
     """
     section = _section(reader, kind_of_layer)
     theta = section.number("rope_theta", default=reader.number(theta_key, default=10_000.0))

@@ -18,9 +18,7 @@ from inflight_backend.models.families.experts import (
 from inflight_backend.models.families.registry import read_plain, register_family
 
 
-def _with_latents(
-    reader: JsonReader, model: ModelConfig, *, is_interleaved: bool
-) -> ModelConfig:
+def _with_latents(reader: JsonReader, model: ModelConfig, *, is_interleaved: bool) -> ModelConfig:
     latent = LatentConfig(
         kv_rank=reader.integer("kv_lora_rank"),
         nope=reader.integer("qk_nope_head_dim"),

@@ -138,7 +138,7 @@ def deepseek_experts(reader: JsonReader, routing: RoutingConfig) -> MoeConfig:
 def glm4_moe(reader: JsonReader) -> ModelConfig:
     """DeepSeek V3's routing over plain attention, half of a head turns."""
     has_norm = reader.boolean("use_qk_norm", default=False)
-    model = read_plain(reader, qk_norm="head" if has_norm else None)
+    model = read_plain(reader, qk_norm="head" if has_norm else None, is_partial=True)
     model = model.with_attention(lambda *_: {"has_output_bias": False})
     moe = deepseek_experts(reader, deepseek_routing(reader))
     model = with_moe(model, moe, reader.integer("first_k_dense_replace", default=1, minimum=0))
@@ -197,8 +197,10 @@ def hunyuan_moe(reader: JsonReader) -> ModelConfig:
     """Hunyuan with experts and one that all tokens pass."""
     model = hunyuan(reader)
     size = reader.integer("intermediate_size")
-    top_k = reader.integers("moe_topk")[0] if _is_list(reader, "moe_topk") else (
-        reader.integer("moe_topk")
+    top_k = (
+        reader.integers("moe_topk")[0]
+        if _is_list(reader, "moe_topk")
+        else (reader.integer("moe_topk"))
     )
     moe = MoeConfig(
         reader.integer("num_experts"),

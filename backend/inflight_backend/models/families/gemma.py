@@ -96,6 +96,7 @@ def gemma4(reader: JsonReader) -> ModelConfig:
         qk_norm="head",
         rope=False,
         needs_head_dim=True,
+        has_own_layers=True,
     )
     is_value_key = reader.boolean("attention_k_eq_v", default=False)
 

@@ -12,7 +12,7 @@ _NAMES = WeightNames(gate_up="gate_up_proj")
 @register_family("GlmForCausalLM", "glm")
 def glm(reader: JsonReader) -> ModelConfig:
     """Biases on query, key and value."""
-    model = read_plain(reader, names=_NAMES, is_interleaved=True)
+    model = read_plain(reader, names=_NAMES, is_interleaved=True, is_partial=True)
     return model.with_attention(lambda *_: {"has_output_bias": False})
 
 

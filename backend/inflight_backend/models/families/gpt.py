@@ -87,7 +87,7 @@ def gpt_bigcode(reader: JsonReader) -> ModelConfig:
 
 @register_family("GPTJForCausalLM", "gptj")
 def gptj(reader: JsonReader) -> ModelConfig:
-    """Parallel branches, neighbours turn together, biases of the feed-forward layer and the head."""
+    """Parallel branches, neighbours turn together, biases behind attention and of the head."""
     reader = _with_inner(reader, **_GPT2_KEYS)
     names = replace(
         _GPT2_NAMES, qkv=None, output="out_proj", up="fc_in", down="fc_out",
@@ -169,15 +169,14 @@ def gpt_neox(reader: JsonReader) -> ModelConfig:
     is_parallel = reader.boolean("use_parallel_residual", default=True)
     model = read_plain(
         reader,
+        is_partial=True,
         norm=layer_norm(reader, "layer_norm_eps"),
         names=_NEOX_NAMES,
         bias=True,
         gated=False,
     )
     has_bias = reader.boolean("attention_bias", default=True)
-    model = model.with_attention(
-        lambda *_: {"has_qkv_bias": has_bias, "has_output_bias": has_bias}
-    )
+    model = model.with_attention(lambda *_: {"has_qkv_bias": has_bias, "has_output_bias": has_bias})
     return replace(model, block="parallel2" if is_parallel else "pre")
 
 
@@ -192,6 +191,7 @@ def persimmon(reader: JsonReader) -> ModelConfig:
     has_norms = reader.boolean("qk_layernorm", default=True)
     return read_plain(
         _with_inner(reader),
+        is_partial=True,
         norm=layer_norm(reader, "layer_norm_eps"),
         names=names,
         bias=True,
@@ -304,7 +304,7 @@ def bloom(reader: JsonReader) -> ModelConfig:
         activation="gelu_tanh",
         rope=False,
     )
-    slopes = alibi_slopes(model.num_heads)
+    slopes = alibi_slopes(_num_heads(model))
     model = model.with_attention(lambda *_: {"slopes": slopes})
     return replace(model, has_embedding_norm=True)
 
@@ -312,6 +312,10 @@ def bloom(reader: JsonReader) -> ModelConfig:
 def _positions(reader: JsonReader, key: str, default: int) -> int:
     """Positions of a model whose files may not bound them."""
     return reader.integer(key, default=default)
+
+
+def _num_heads(model: ModelConfig) -> int:
+    return model.layers[0].attention.num_heads
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -368,7 +372,7 @@ def mpt(reader: JsonReader) -> ModelConfig:
     changes: dict[str, object] = {}
     if section.boolean("alibi", default=True):
         bias_max = section.number("alibi_bias_max", default=8.0)
-        changes["slopes"] = mpt_slopes(model.num_heads, bias_max)
+        changes["slopes"] = mpt_slopes(_num_heads(model), bias_max)
     for key, name in (("clip_qkv", "clip"), ("softmax_scale", "scale")):
         if key in section:
             changes[name] = section.number(key)
@@ -416,7 +420,7 @@ def falcon(reader: JsonReader) -> ModelConfig:
     )
     if has_alibi:  # of 16 bits, and scaled with the scores
         scale = model.layers[0].attention.scale
-        slopes = tuple(_to_bfloat16(each) * scale for each in alibi_slopes(model.num_heads))
+        slopes = tuple(_to_bfloat16(each) * scale for each in alibi_slopes(_num_heads(model)))
         model = model.with_attention(lambda *_: {"slopes": slopes})
     block = ("parallel2" if has_two else "parallel") if is_new or is_parallel else "pre"
     return replace(model, block=block)

@@ -123,9 +123,7 @@ def with_ropes_by_window(
 
     head_dim = model.head_dim
     full = read_rope(reader, head_dim, kind_of_layer="full_attention")
-    local = read_rope(
-        reader, head_dim, kind_of_layer="sliding_attention", theta_key=local_theta
-    )
+    local = read_rope(reader, head_dim, kind_of_layer="sliding_attention", theta_key=local_theta)
     return model.with_attention(
         lambda _, attention: {"rope": full if attention.window is None else local}
     )
@@ -135,13 +133,13 @@ def with_ropes_by_window(
 def nemotron(reader: JsonReader) -> ModelConfig:
     """LayerNorm whose weights have 1 added, no gate, squared ReLU, half of a head turns."""
     norm = replace(layer_norm(reader, "norm_eps"), offset=1.0)
-    return read_plain(reader, norm=norm, gated=False)
+    return read_plain(reader, norm=norm, gated=False, is_partial=True)
 
 
 @register_family("StableLmForCausalLM", "stablelm")
 def stablelm(reader: JsonReader) -> ModelConfig:
     """LayerNorm; 2-12B has parallel branches and a norm for each head."""
-    model = read_plain(reader, norm=layer_norm(reader, "layer_norm_eps"))
+    model = read_plain(reader, norm=layer_norm(reader, "layer_norm_eps"), is_partial=True)
     has_bias = reader.boolean("use_qkv_bias", default=False)
     has_head_norms = reader.boolean("qk_layernorm", default=False)
     head_norm = replace(model.norm, has_bias=False)
@@ -164,7 +162,9 @@ def cohere(reader: JsonReader) -> ModelConfig:
     model = read_plain(reader, norm=norm, tied=True, is_interleaved=True)
     has_norm = reader.boolean("use_qk_norm", default=False)
     model = model.with_attention(lambda *_: {"qk_norm": "per_head" if has_norm else None})
-    return replace(model, block="parallel", logit_scale=reader.number("logit_scale", default=0.0625))
+    return replace(
+        model, block="parallel", logit_scale=reader.number("logit_scale", default=0.0625)
+    )
 
 
 @register_family("Cohere2ForCausalLM", "cohere2")

@@ -20,7 +20,7 @@ def mistral(reader: JsonReader) -> ModelConfig:
     if not reader.is_null("sliding_window"):
         window = reader.integer("sliding_window", default=_DEFAULT_WINDOW)
     windows = windows_by_type(reader, window) or (window,) * num_layers
-    return read_plain(reader, windows=windows, bias=False)
+    return read_plain(reader, windows=windows, bias=False, needs_kv_heads=True)
 
 
 @register_family("Ministral3ForCausalLM", "ministral3")

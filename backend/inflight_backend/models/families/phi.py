@@ -15,7 +15,12 @@ def phi(reader: JsonReader) -> ModelConfig:
         reader.fail("qk_layernorm", "true is not supported")
     names = WeightNames(output="dense", up="fc1", down="fc2", final_norm="final_layernorm")
     model = read_plain(
-        reader, norm=layer_norm(reader, "layer_norm_eps"), names=names, bias=True, gated=False
+        reader,
+        norm=layer_norm(reader, "layer_norm_eps"),
+        names=names,
+        bias=True,
+        gated=False,
+        is_partial=True,
     )
     return replace(model, block="parallel", has_head_bias=True)
 
@@ -26,7 +31,9 @@ def phi3(reader: JsonReader) -> ModelConfig:
     names = WeightNames(qkv="qkv_proj", gate_up="gate_up_proj")
     window = reader.integer("sliding_window") if "sliding_window" in reader else None
     num_layers = reader.integer("num_hidden_layers", maximum=1024)
-    return read_plain(reader, names=names, bias=False, windows=(window,) * num_layers)
+    return read_plain(
+        reader, names=names, bias=False, windows=(window,) * num_layers, is_partial=True
+    )
 
 
 @register_family("PhimoeForCausalLM", "phimoe")

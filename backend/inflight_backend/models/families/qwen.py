@@ -21,7 +21,7 @@ from inflight_backend.models.families.registry import (
 @register_family("Qwen2ForCausalLM", "qwen2")
 def qwen2(reader: JsonReader) -> ModelConfig:
     """Biases on query, key and value."""
-    model = read_plain(reader, bias=False, windows=qwen_windows(reader))
+    model = read_plain(reader, bias=False, windows=qwen_windows(reader), needs_kv_heads=True)
     return model.with_attention(lambda *_: {"has_qkv_bias": True})
 
 
@@ -30,7 +30,11 @@ def qwen3(reader: JsonReader) -> ModelConfig:
     """Query and key are normed per head before they turn; ``attention_bias`` puts a bias on all
     four projections."""
     return read_plain(
-        reader, qk_norm="head", windows=qwen_windows(reader), needs_head_dim=True
+        reader,
+        qk_norm="head",
+        windows=qwen_windows(reader),
+        needs_kv_heads=True,
+        needs_head_dim=True,
     )
 
 
@@ -50,9 +54,7 @@ def qwen3_moe(reader: JsonReader) -> ModelConfig:
     return with_experts(reader, qwen3(reader), None)
 
 
-def with_experts(
-    reader: JsonReader, model: ModelConfig, shared: MlpConfig | None
-) -> ModelConfig:
+def with_experts(reader: JsonReader, model: ModelConfig, shared: MlpConfig | None) -> ModelConfig:
     """``model`` with experts in every ``decoder_sparse_step``-th layer but ``mlp_only_layers``."""
     moe = MoeConfig(
         reader.integer(reader.first_of("num_experts", "num_local_experts")),
@@ -107,7 +109,7 @@ def minimax_m2(reader: JsonReader) -> ModelConfig:
     # Files of transformers 5 have the share of a head in their rope section, if it is not all.
     is_old = "rotary_dim" in reader and "rope_parameters" not in reader
     dim = reader.integer("rotary_dim") if is_old else None
-    model = read_plain(reader, bias=False, qk_norm="full", rotary_dim=dim)
+    model = read_plain(reader, bias=False, qk_norm="full", rotary_dim=dim, is_partial=True)
     moe = MoeConfig(
         reader.integer("num_local_experts"),
         reader.integer("num_experts_per_tok"),

@@ -40,9 +40,7 @@ FAMILIES: dict[str, Family] = {}
 """By architecture, as ``architectures`` of config.json has it."""
 
 
-def register_family(
-    architecture: str, *model_types: str
-) -> Callable[[ReadFamily], ReadFamily]:
+def register_family(architecture: str, *model_types: str) -> Callable[[ReadFamily], ReadFamily]:
     """Make the decorated function the reader of an architecture's config.json."""
 
     def register(read: ReadFamily) -> ReadFamily:
@@ -83,6 +81,8 @@ def read_plain(
     rotary_dim: int | None = None,
     qk_norm: str | None = None,
     windows: tuple[int | None, ...] = (),
+    is_partial: bool = False,
+    has_own_layers: bool = False,
     needs_kv_heads: bool = False,
     needs_head_dim: bool = False,
 ) -> ModelConfig:
@@ -90,7 +90,11 @@ def read_plain(
 
     ``tied``: the default of ``tie_word_embeddings``. ``bias``: of all linears; None:
     ``attention_bias`` and ``mlp_bias`` say. ``windows``: of each layer; none for all if empty.
+    ``is_partial``: the family knows ``partial_rotary_factor``; ``has_own_layers``: it knows
+    ``per_layer_config``.
     """
+    if not has_own_layers and any(reader.section("per_layer_config")):
+        reader.fail("per_layer_config", "is not supported: all layers are the same")
     hidden = reader.integer("hidden_size", maximum=2**17)
     num_heads = reader.integer("num_attention_heads", maximum=2**12)
     num_layers = reader.integer("num_hidden_layers", maximum=1024)
@@ -102,7 +106,7 @@ def read_plain(
         num_kv_heads=_read_num_kv_heads(reader, num_heads, is_required=needs_kv_heads),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=_read_rope(reader, head_dim, is_interleaved, rotary_dim) if rope else None,
+        rope=_read_rope(reader, head_dim, is_interleaved, rotary_dim, is_partial) if rope else None,
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         qk_norm=qk_norm,
@@ -119,9 +123,7 @@ def read_plain(
         architecture="",
         vocab_size=reader.integer("vocab_size"),
         hidden_size=hidden,
-        layers=tuple(
-            LayerConfig(replace(attention, window=window), mlp) for window in windows
-        ),
+        layers=tuple(LayerConfig(replace(attention, window=window), mlp) for window in windows),
         max_position_embeddings=reader.integer("max_position_embeddings"),
         norm=norm,
         is_tied=reader.boolean("tie_word_embeddings", default=tied),
@@ -144,9 +146,16 @@ def layer_norm(reader: JsonReader, key: str, *, has_bias: bool = True) -> NormCo
 
 
 def _read_rope(
-    reader: JsonReader, head_dim: int, is_interleaved: bool, rotary_dim: int | None
+    reader: JsonReader,
+    head_dim: int,
+    is_interleaved: bool,
+    rotary_dim: int | None,
+    is_partial: bool,
 ) -> RopeConfig:
-    return read_rope(reader, head_dim, is_interleaved=is_interleaved, dim=rotary_dim)
+    rope = read_rope(reader, head_dim, is_interleaved=is_interleaved, dim=rotary_dim)
+    if rope.dim != (rotary_dim or head_dim) and not is_partial:
+        reader.fail("partial_rotary_factor", "other than 1 is not supported")
+    return rope
 
 
 def _read_num_kv_heads(reader: JsonReader, num_heads: int, *, is_required: bool) -> int:
