@@ -115,7 +115,7 @@ class Decoder:
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         heads = layer.qkv(x).view(num_tokens, num_heads + 2 * num_kv_heads, config.head_dim)
         found = attention.attend(index, heads, layer.head_norms)
-        return found.view(num_tokens, config.query_size)
+        return found.reshape(num_tokens, config.query_size)
 
 
 def _tensor(parameter: Parameter) -> Tensor:
