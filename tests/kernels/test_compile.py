@@ -56,7 +56,6 @@ def compile_cases(
         output = folder / "results.json"
         environment = {
             **os.environ,
-            "INFLIGHT_EARLY_LAUNCH": "0",
             "TRITON_INTERPRET": "0",
             "TRITON_CACHE_DIR": str(cache),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(triton or ""), *search])),
@@ -254,14 +253,3 @@ def test_one_compiled_kernel_serves_steps_of_any_shape(results: dict[str, Any]) 
     counts = results["counts"]
     assert "_generation_fp8 _combine_splits_kernel" in counts
     assert {kernel: count for kernel, count in counts.items() if count != 1} == {}
-
-
-def test_kernels_launched_early_wait_before_they_touch_memory(
-    reports: list[Report], compile_cases: Callable[..., dict[str, Any]]
-) -> None:
-    """The one before them may still write what they read; and none comes early unasked."""
-    assert refused(reports, lambda r: not (r["comes_early"] or r["waits_first"])) == []
-    early = compile_cases("--only", "layer", INFLIGHT_EARLY_LAUNCH="1")["reports"]
-    early = [report for report in early if report["name"] != "_plan_work_kernel"]  # once per step
-    assert len({report["name"] for report in early}) == 6, "both of the generation attention"
-    assert refused(early, lambda report: report["comes_early"] and report["waits_first"]) == []
