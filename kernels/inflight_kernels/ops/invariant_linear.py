@@ -57,7 +57,7 @@ def choose_tile(num_tokens: int, dtype: torch.dtype) -> Tile:
     if num_tokens <= _MOST_TOKENS:
         tokens = 16 if num_tokens <= 16 else _MOST_TOKENS
         return Tile(tokens, 64, 256 // dtype.itemsize, 6 if has_room else 3, 4)
-    return Tile(128, 128, 64, 4 if has_room else 3, 8)
+    return Tile(64, 128, 64, 4 if has_room else 3, 4)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
