@@ -232,12 +232,13 @@ def dot(a, b):
 
 
 @triton.jit
-def dot_by_rows(a, b):
-    """`dot` whose rows do not depend on their place in the tile. Matrix units compute every row
-    alike. (The library behind the interpreter does not, so the products are summed one by one.)"""
+def add_dot_by_rows(acc, a, b):
+    """acc + `dot` whose numbers do not depend on their place in the tile. Matrix units compute all
+    alike, and sum onto ``acc`` themselves (of FP8, a sum behind them would keep them waiting).
+    (The library behind the interpreter does not, so the products are summed one by one.)"""
     if INTERPRETED:
-        return tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
-    return dot(a, b)
+        return acc + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
