@@ -131,8 +131,9 @@ def test_no_register_is_spilled(reports: list[Report], gpu_machine_reports: list
 def test_the_search_of_a_threshold_takes_no_number_twice(
     reports: list[Report], gpu_machine_reports: list[Report]
 ) -> None:
-    """Its loops, by count and by mass, take some 200 instructions (a third one sums). Over a table [TILE, 16]
-    Triton 3.6.0 divided and took exponentials of bf16 logits once for each of 16 digits: 1,548."""
+    """Its loops, by count and by mass, take some 200 instructions (a third one sums). Over a table
+    [TILE, 16] Triton 3.6.0 divided and took exponentials of bf16 logits once for each of 16 digits:
+    1,548."""
     kernels = of_kernel(reports, "_sample_kernel")
     kernels += of_kernel(gpu_machine_reports, "_sample_kernel")
     for report in kernels:

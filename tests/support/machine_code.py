@@ -70,8 +70,8 @@ def overwritten_inputs(code: Code) -> tuple[int, list[str]]:
 
 
 def loop_lengths(code: Code) -> list[int]:
-    """Instructions of each loop with four global loads and no shuffle, from the target of a backward
-    branch to the branch: such are the draw's, which go over a row of logits in search of a
+    """Instructions of each loop with four global loads and no shuffle, from the target of a
+    backward branch to the branch: such are the draw's, which go over a row of logits in search of a
     threshold."""
     lengths = []
     for number, instruction in enumerate(code.instructions):

@@ -95,9 +95,9 @@ def mixed_sizes(max_tokens: int, num_slots: int) -> list[StepSizes]:
     Tokens in steps of 64 up to 512, then of an eighth: up to some 180 tokens a step's products take
     as long as reading the weights, beyond them padding costs what it computes. Each with room for
     any number of generations, up to 512 tokens also for 8 and 32, since that decides into how many
-    splits their attention is cut; for chunks of 4 tokens on average, since a program of the context attention leaves early
-    for each that is not there; and for 256 draws or one per slot, whose rows alone pass the end of
-    the last layer (every draft draws, too).
+    splits their attention is cut; for chunks of 4 tokens on average, since a program of the context
+    attention leaves early for each that is not there; and for 256 draws or one per slot, whose rows
+    alone pass the end of the last layer (every draft draws, too).
     """
     sizes, num_tokens = [], min(_STEP, max_tokens)
     while max_tokens > 0:

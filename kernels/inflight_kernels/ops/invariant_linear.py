@@ -118,6 +118,7 @@ def invariant_linear(
     x_scales: torch.Tensor | None = None,  # [T, 1] float32, with FP8
     weight_scales: torch.Tensor | None = None,  # [rows, 1] float32, with FP8
     out_dtype: torch.dtype | None = None,
+    tile: Tile | None = None,  # for measuring; default: `choose_tile`
 ) -> torch.Tensor:
     """[T, rows] in ``out_dtype`` (default: that of x); a row is the same whatever T is.
 
@@ -139,7 +140,7 @@ def invariant_linear(
     out = torch.empty((num_tokens, num_rows), dtype=dtype, device=x.device)
     if num_tokens == 0:
         return out
-    tile = choose_tile(num_tokens, x.dtype)
+    tile = tile or choose_tile(num_tokens, x.dtype)
     grid = (launch.cdiv(num_tokens, tile.tokens), launch.cdiv(num_rows, tile.rows))
     _invariant_linear_kernel[grid](
         out,

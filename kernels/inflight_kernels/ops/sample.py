@@ -166,7 +166,7 @@ def find_threshold(
     """
     digits = tl.arange(0, 16)
     top = ordered_bits(best)
-    num_shared = 0
+    num_shared = tl.full([], 0, tl.int32)
     for step in tl.static_range(8):
         num_shared += ((top ^ floor) >> (28 - 4 * step) == 0).to(tl.int32)
     unknown = (32 - 4 * num_shared).to(tl.uint64)
