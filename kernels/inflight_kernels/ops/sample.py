@@ -103,14 +103,18 @@ def _find_bound(maxima, best, least_groups, most_below, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _choose_groups(groups_ptr, maxima, bound, num_groups, BLOCK_G: tl.constexpr):
-    """Write those groups [num_groups] whose maximum reaches ``bound``, in order; how many."""
+def _choose_groups(
+    groups_ptr, maxima, bound, num_groups, GROUP: tl.constexpr, BLOCK_G: tl.constexpr
+):  # fmt: skip
+    """Write those groups [num_groups] whose maximum reaches ``bound``, in order; how many positions
+    they have."""
     groups = tl.arange(0, BLOCK_G)
+    tl.debug_barrier()  # the choice before may still be read
     is_chosen = (ordered_bits(maxima) >= bound) & (groups < num_groups)
     places = tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
     tl.store(groups_ptr + places, groups, mask=is_chosen)
     tl.debug_barrier()  # what one thread has written is read by others
-    return tl.sum(is_chosen.to(tl.int32), axis=0)
+    return GROUP * tl.sum(is_chosen.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -154,11 +158,12 @@ def _sum_by_digit(sums):
 
 @triton.jit
 def find_threshold(
-    logits_ptr, groups_ptr, num_positions, vocabulary, temperature, best, floor, target,
-    BY_MASS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+    logits_ptr, groups_ptr, num_positions, maxima, num_groups, vocabulary, temperature, best, floor,
+    target, BY_MASS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr
 ):  # fmt: skip
     """Ordered bits of the largest t with measure(x >= t) >= target, which is ``floor`` or more; no
-    more than ``floor`` if rounding leaves none such.
+    more than ``floor`` if rounding leaves none such. And the positions of the groups that are left:
+    those that are many are chosen again once more of t is known.
 
     Measured are tokens of the chosen groups whose ordered bits are at least ``floor``: counted, or,
     with BY_MASS, exp(x - best) summed. Each pass fixes four more bits of t, from the first on that
@@ -194,12 +199,17 @@ def find_threshold(
         chosen = tl.maximum(tl.sum((at_least >= target).to(tl.int32), axis=0) - 1, 0)
         above += tl.sum(tl.where(digits > chosen, measures, 0.0), axis=0)
         threshold = threshold | (chosen.to(tl.uint32) << shift)
-    return threshold
+        if num_positions > _MANY_TILES * TILE:
+            num_positions = _choose_groups(
+                groups_ptr, maxima, threshold, num_groups, GROUP, BLOCK_G
+            )
+    return threshold, num_positions
 
 
 _MAX_CHUNK = 4096
 # Sixteen sums per element are held in registers while a threshold is searched.
 _MAX_TILE = 1024
+_MANY_TILES = tl.constexpr(4)  # to read as many takes longer than to choose
 _MAX_VOCABULARY = 2**20
 _GROUP = 64  # tokens: so few that most of a group that is read counts, so many that maxima are few
 
@@ -261,15 +271,16 @@ def _chunk_kernel(
 
 @triton.jit
 def _filter_floor(
-    logits_ptr, groups_ptr, num_positions, vocabulary, temperature, best, floor, mass, top_k, top_p,
-    GROUP: tl.constexpr, TILE: tl.constexpr
+    logits_ptr, groups_ptr, num_positions, maxima, num_groups, vocabulary, temperature, best, floor,
+    mass, top_k, top_p, GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_G: tl.constexpr
 ):  # fmt: skip
-    """Ordered bits below which top-k and top-p drop a token, ``floor`` or more; 0 keeps all."""
+    """Ordered bits below which top-k and top-p drop a token, ``floor`` or more, 0 keeps all; and
+    the positions of groups that are left."""
     if top_k > 0:
         wanted = tl.minimum(top_k, vocabulary).to(tl.float32)
-        floor = find_threshold(
-            logits_ptr, groups_ptr, num_positions, vocabulary, temperature, best, floor, wanted,
-            False, GROUP, TILE
+        floor, num_positions = find_threshold(
+            logits_ptr, groups_ptr, num_positions, maxima, num_groups, vocabulary, temperature,
+            best, floor, wanted, False, GROUP, TILE, BLOCK_G
         )  # fmt: skip
     if (top_p > 0) & (top_p < 1):
         if top_k > 0:
@@ -280,11 +291,12 @@ def _filter_floor(
                 x = scaled(logits_ptr, tokens, vocabulary, temperature)
                 lanes += tl.where(ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
             mass = tl.sum(lanes, axis=0)
-        floor = tl.maximum(floor, find_threshold(
-            logits_ptr, groups_ptr, num_positions, vocabulary, temperature, best, floor,
-            top_p * mass, True, GROUP, TILE
-        ))  # fmt: skip
-    return floor
+        threshold, num_positions = find_threshold(
+            logits_ptr, groups_ptr, num_positions, maxima, num_groups, vocabulary, temperature,
+            best, floor, top_p * mass, True, GROUP, TILE, BLOCK_G
+        )  # fmt: skip
+        floor = tl.maximum(floor, threshold)
+    return floor, num_positions
 
 
 @triton.jit
@@ -419,12 +431,12 @@ def _sample_kernel(
                 # What top-k keeps is enough for top-p, too. A tenth is left for rounding.
                 most_below = tl.where(top_k > 0, float("inf"), 0.9 * (1.0 - top_p) * mass)
                 bound = _find_bound(of_groups, top, top_k, most_below, GROUP)
-            chosen = _choose_groups(groups_ptr, of_groups, bound, num_groups, BLOCK_G)
-            num_positions = chosen * GROUP
-            floor = tl.maximum(floor, _filter_floor(
-                logits_ptr, groups_ptr, num_positions, vocabulary, temperature, top, bound, mass,
-                top_k, top_p, GROUP, TILE
-            ))  # fmt: skip
+            num_positions = _choose_groups(groups_ptr, of_groups, bound, num_groups, GROUP, BLOCK_G)
+            kept, num_positions = _filter_floor(
+                logits_ptr, groups_ptr, num_positions, of_groups, num_groups, vocabulary,
+                temperature, top, bound, mass, top_k, top_p, GROUP, TILE, BLOCK_G
+            )  # fmt: skip
+            floor = tl.maximum(floor, kept)
         seed = tl.load(seeds_ptr + row * stride_seeds)
         noise = _uniform(seed, tl.load(positions_ptr + row))
         drawn, log_prob = _draw(
