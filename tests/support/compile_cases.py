@@ -220,6 +220,8 @@ def token_cases() -> Iterator[Case]:
     for dtype in (_BF16, torch.float32):  # as drawn from, and as changed before
         label = f"{shape.name} {str(dtype).removeprefix('torch.')}"
         yield Case("sample", label, _BOTH, partial(_sample, shape.vocabulary, dtype))
+    # The maxima of its groups of tokens are held in registers.
+    yield Case("sample", "vocabulary 262144", _BOTH, partial(_sample, 2**18, _BF16))
     yield Case("adjust_logits", shape.name, _BOTH, partial(_adjust, shape.vocabulary))
     yield Case("mask_logits", shape.name, _BOTH, partial(_mask, shape.vocabulary))
     yield Case("ban_tokens", shape.name, _BOTH, partial(_ban, shape.vocabulary))
