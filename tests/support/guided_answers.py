@@ -51,7 +51,7 @@ MANY_WAYS = json.dumps(
 
 def make_service() -> GuideService:
     """One with nothing in its cache."""
-    return GuideService(GuidedDecodingConfig(), DEMO_MODEL, VOCAB_SIZE, can_mask=True)
+    return GuideService(GuidedDecodingConfig(), DEMO_MODEL, VOCAB_SIZE)
 
 
 @lru_cache

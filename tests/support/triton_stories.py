@@ -103,8 +103,13 @@ def stepped_demo() -> tuple[Any, Steps]:
         max_tokens_in_paged_kv_cache=384,
     )
     engine: Any = Engine.load(DEMO_MODEL, config)
-    steps, real = Steps(), engine.execute
-    engine.execute = lambda batch: steps.take(real, batch)
+    steps, real = Steps(), engine.submit
+
+    def submit(batch: ScheduledBatch) -> CountedStep:
+        step = real(batch)
+        return CountedStep(steps.take(lambda _: list(step.read()), batch), step.read_outputs())
+
+    engine.submit = submit
     return engine, steps
 
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from inflight_backend.engine.interface import MemoryUsage
-from inflight_scheduler import ScheduledBatch
+from inflight_backend.engine.interface import ContextLogits, MemoryUsage, StepOutputs
+from inflight_scheduler import NO_OUTPUTS, ScheduledBatch, SlotSetup
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,15 @@ class CountedStep:
     """The tokens of a step that has run when it was submitted."""
 
     tokens: list[int]
+    outputs: StepOutputs | None = None
 
     def read(self) -> list[int]:
         """All of them."""
         return self.tokens
+
+    def read_outputs(self) -> StepOutputs | None:
+        """What came beside them."""
+        return self.outputs
 
 
 class LostStep(CountedStep):
@@ -43,6 +48,7 @@ class CountingEngine:
     dtype_name = "int"
     is_asynchronous = False  # it is not; a test may say so to get the overlapped loop
     supports_drafts = True
+    max_beam_width = 2
 
     def __init__(
         self,
@@ -61,6 +67,7 @@ class CountingEngine:
         self.before_step = before_step
         self.batches: list[ScheduledBatch] = []
         self._last_token: dict[int, int] = {}
+        self._setups: dict[int, SlotSetup] = {}
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """Count on."""
@@ -68,8 +75,8 @@ class CountingEngine:
             self.before_step(batch)
         self.batches.append(batch)
         tokens = []
-        for told in batch.verified:
-            self._last_token[told.slot] = told.token
+        self._last_token |= {told.slot: told.token for told in batch.verified}
+        self._last_token |= {move.slot: move.token for move in batch.beam_moves}
         for run in batch.runs:
             self._last_token[run.slot] = run.tokens[-1]
             if run.is_last:
@@ -80,7 +87,39 @@ class CountingEngine:
 
     def submit(self, batch: ScheduledBatch) -> CountedStep:
         """Count on; the answer is read later."""
-        return CountedStep(self.execute(batch))
+        return CountedStep(self.execute(batch), self._outputs_of(batch))
+
+    def _outputs_of(self, batch: ScheduledBatch) -> StepOutputs | None:
+        """What requests have asked for, as if all tokens were equally likely."""
+        outputs, logits = StepOutputs(), np.zeros(self.vocab_size, np.float32)
+        self._setups |= {setup.slot: setup for setup in batch.setups}
+        rows = [(run.slot, len(run.drafts) + 1) for run in batch.runs if run.is_last]
+        for slot, num_tokens in (*rows, *((slot, 1) for slot in batch.generation_slots)):
+            setup = self._setups[slot]
+            asked, number = setup.outputs, setup.request_id
+            top = list(range(asked.num_top_log_probs)), [-1.0] * asked.num_top_log_probs
+            outputs.log_probs[number] = [-1.0] * num_tokens
+            outputs.ranks[number] = [1] * num_tokens
+            outputs.top_log_probs[number] = [top] * num_tokens
+            if setup.num_candidates:
+                outputs.candidates[slot] = [(i, -1.0 - i) for i in range(setup.num_candidates)]
+            if asked.generation_logits:
+                outputs.generation_logits[number] = [logits] * num_tokens
+        for chunk in batch.context_chunks:
+            if (setup := self._setups[chunk.slot]).outputs.context_logits:
+                rows_of = np.tile(logits, (len(chunk.tokens), 1))
+                outputs.context_logits.append(ContextLogits(setup.request_id, chunk.start, rows_of))
+        asking = (s.num_candidates or s.outputs is not NO_OUTPUTS for s in self._setups.values())
+        return outputs if any(asking) else None
+
+    def prepare_thread(self) -> None:
+        """Any thread will do."""
+
+    def mask_next(self, source: object) -> None:
+        """There are no logits."""
+
+    def edit_next(self, source: object) -> None:
+        """There are no logits."""
 
     def memory_usage(self) -> MemoryUsage:
         """Nothing worth mentioning."""

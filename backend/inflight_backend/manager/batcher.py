@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from inflight_backend.engine.interface import PendingStep, StepEngine, StepOutputs
+from inflight_backend.engine.interface import PendingStep, StepEngine
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.logits_processors import LogitsHooks
 from inflight_backend.manager.output_gatherer import OutputGatherer
@@ -163,32 +163,25 @@ class Batcher:
     ) -> None:
         self.engine = engine
         self.max_beam_width = max_beam_width
-        if max_beam_width > getattr(engine, "max_beam_width", 1):
+        if max_beam_width > engine.max_beam_width:
             raise ConfigurationError(
                 f"max_beam_width is {max_beam_width}, more than the engine was made for"
             )
         self.policy = policy
         self._params = params
         self.num_paused = 0
-        # Engines without these attributes share full blocks only, return tokens only, and verify
-        # no drafts.
-        self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
-        self._take_outputs: Callable[[], StepOutputs | None] | None = getattr(
-            engine, "take_outputs", None
-        )
         self.rules = LogitsHooks(engine, params.logits_processors)
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
             enable_reuse=params.kv_cache_config.enable_block_reuse,
-            may_copy_blocks=self._may_copy_blocks,
+            may_copy_blocks=True,
         )
         self.gatherer = OutputGatherer(engine.vocab_size)
         self.active = ActiveRequests(self.block_manager, params.priority_span)
         self.planner = BatchPlanner(
             self.block_manager, params.max_batch_size, self.active, max_beam_width
         )
-        self._can_verify = getattr(engine, "supports_drafts", False)
         self._drafter = self._make_drafter(params)
         self._draft_tally = DraftTally()
         self._static_tally = StaticBatchTally() if is_v1 else None
@@ -303,10 +296,6 @@ class Batcher:
             drafts=self._draft_tally.count() if batch.num_drafts else None,
         )
 
-    def take_outputs(self) -> StepOutputs | None:
-        """The outputs of the last plan beside its tokens; None if no request asked for any."""
-        return None if self._take_outputs is None else self._take_outputs()
-
     def explain(self) -> dict[int, WaitReason]:
         """Why active requests would not run now, by id.
 
@@ -349,11 +338,11 @@ class Batcher:
             max_seq_len=self.engine.max_seq_len,
             max_queue_seconds=params.max_queue_seconds,
             max_run_seconds=params.max_run_seconds,
-            is_observable=self._take_outputs is not None,
             check_processor=self.rules.processors.check,
             max_beam_width=self.max_beam_width,
             folds_ids=params.out_of_vocabulary == "fold",
-            max_draft_len=params.speculative_decoding_config.max_draft_len * self._can_verify,
+            max_draft_len=params.speculative_decoding_config.max_draft_len
+            * self.engine.supports_drafts,
             refusal_reason=partial(
                 refusal_reason,
                 block_manager=self.block_manager,
@@ -374,7 +363,7 @@ class Batcher:
         config = params.speculative_decoding_config
         if config.mode == "none":
             return None
-        if not self._can_verify:
+        if not self.engine.supports_drafts:
             raise ConfigurationError(
                 f"speculative_decoding_mode is {config.mode}, but the engine verifies no drafts "
                 "(in deterministic_mode it may not); set it to none"
@@ -395,7 +384,7 @@ class Batcher:
             max_num_tokens=self.engine.max_num_tokens,
             chunking=self._chunking,
             enable_reuse=self.block_manager.enable_reuse,
-            may_copy_blocks=self._may_copy_blocks,
+            may_copy_blocks=True,
             scheduler_class=params.scheduler_class,
             is_overlapped=self.is_overlapped,
             priority_span=params.priority_span,

@@ -252,7 +252,6 @@ class GptManager:
             params.guided_decoding_config,
             Path(model) if isinstance(model, str | Path) else None,
             engine.vocab_size,
-            can_mask=self._batcher.rules.can_mask,
         )
         self._rules = self._batcher.rules
         self._rules.guides.tokenizer_end_id = self._guide_service.end_id
@@ -286,7 +285,7 @@ class GptManager:
         self._calls = LoopCalls(self.wake)
         self._is_closing = False
         self._idle_wait = IdleWait(self._guard, poll_when_idle)
-        is_prepared = self._calls.call_soon(getattr(engine, "prepare_thread", lambda: None))
+        is_prepared = self._calls.call_soon(engine.prepare_thread)
         self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
         self._thread.start()
         if is_prepared.exception() is not None:
@@ -347,7 +346,7 @@ class GptManager:
     # The loop. Everything below runs on the worker thread only.
 
     def _run(self) -> None:
-        self._calls.run_pending()  # the engine's `prepare_thread`, if it has one
+        self._calls.run_pending()  # the engine's `prepare_thread`
         while True:
             self.health.iteration_begins()
             try:

@@ -30,11 +30,10 @@ from functools import partial
 from typing import Any
 
 from inflight_backend.engine.interface import (
-    EditSource,
     LogitsEdit,
     LogitsEdits,
-    MaskSource,
     PendingStep,
+    StepEngine,
     TokenMasks,
 )
 from inflight_backend.errors import ConfigurationError, InvalidRequest
@@ -56,18 +55,12 @@ Unread = tuple[Sequence[LlmRequest], PendingStep]
 
 
 class LogitsHooks:
-    """Owner of guides and processors; the engine may lack ``mask_next`` or ``edit_next``."""
+    """Owner of guides and processors, which change the logits of an engine."""
 
-    def __init__(self, engine: Any, processors: Mapping[str, LogitsPostProcessor]) -> None:
-        self._mask_next: Callable[[MaskSource], None] | None = getattr(engine, "mask_next", None)
-        self._edit_next: Callable[[EditSource], None] | None = getattr(engine, "edit_next", None)
+    def __init__(self, engine: StepEngine, processors: Mapping[str, LogitsPostProcessor]) -> None:
+        self._engine = engine
         self.guides = AnswerGuides(engine.vocab_size)
-        self.processors = ActiveProcessors(processors if self._edit_next is not None else {})
-
-    @property
-    def can_mask(self) -> bool:
-        """True when the engine can mask logits, so that answers can be guided."""
-        return self._mask_next is not None
+        self.processors = ActiveProcessors(processors)
 
     def __bool__(self) -> bool:
         """True when an active request has a guide or a processor."""
@@ -97,10 +90,10 @@ class LogitsHooks:
         def edits() -> LogitsEdits:
             return self.processors.edits(edited, latest())
 
-        if guided and self._mask_next is not None:
-            self._mask_next(masks)
-        if edited and self._edit_next is not None:
-            self._edit_next(edits)
+        if guided:
+            self._engine.mask_next(masks)
+        if edited:
+            self._engine.edit_next(edits)
 
     def discard(self, request_id: int) -> None:
         """Forget a request."""

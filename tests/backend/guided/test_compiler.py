@@ -181,11 +181,11 @@ def test_a_bad_grammar_sent_again_keeps_no_request_alive() -> None:
 
 def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    own = GuideService(GuidedDecodingConfig(), tmp_path, VOCAB_SIZE, can_mask=True)
+    own = GuideService(GuidedDecodingConfig(), tmp_path, VOCAB_SIZE)
     with pytest.raises(InvalidRequest, match="cannot be used with the tokenizer of this model"):
         compile_guide(JSON, own).take()
     with pytest.raises(ConfigurationError, match="llguidance: the tokenizer cannot be used"):
-        GuideService(GuidedDecodingConfig("llguidance"), tmp_path, VOCAB_SIZE, can_mask=True)
+        GuideService(GuidedDecodingConfig("llguidance"), tmp_path, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("missing", ["llguidance", "xgrammar"])
@@ -202,7 +202,7 @@ def test_without_a_library_its_guides_are_refused_and_everything_else_runs(
     with pytest.raises(InvalidRequest, match="llguidance is not installed"):
         own.start(JSON, lambda: None)
     with pytest.raises(ConfigurationError, match="guided_decoding_backend is llguidance"):
-        GuideService(GuidedDecodingConfig("llguidance"), DEMO_MODEL, VOCAB_SIZE, can_mask=True)
+        GuideService(GuidedDecodingConfig("llguidance"), DEMO_MODEL, VOCAB_SIZE)
     with pytest.raises(ConfigurationError, match="choose one of auto, llguidance, none"):
         GuidedDecodingConfig("xgrammar")
 

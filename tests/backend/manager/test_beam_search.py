@@ -271,7 +271,7 @@ def test_stop_words_end_a_beam_and_belong_to_it(folder: Path) -> None:
 
 
 def test_beam_width_of_the_server_is_bounded() -> None:
-    for width, message in ((65, "must be between 1 and 64"), (2, "more than the engine")):
+    for width, message in ((65, "must be between 1 and 64"), (3, "more than the engine")):
         with (
             pytest.raises(ConfigurationError, match=f"max_beam_width is {width}.*{message}"),
             running(Recorder(), max_beam_width=width),

@@ -12,7 +12,6 @@ from support.manager_harness import (
     GUARANTEED,
     MAX_UTILIZATION,
     WAIT,
-    EditingEngine,
     Once,
     Recorder,
     assert_serves,
@@ -208,7 +207,7 @@ def test_id_in_flight_is_ignored_and_free_after_its_final_response() -> None:
 def test_request_that_ended_leaves_nothing_behind(end: str) -> None:
     """The next request with its id is another one. Requests with an error have no lengths."""
 
-    class Engine(EditingEngine):
+    class Engine(CountingEngine):
         def execute(self, batch: ScheduledBatch) -> list[int]:
             if (end, len(self.batches)) == ("error", 5):
                 raise RuntimeError

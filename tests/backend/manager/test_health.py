@@ -210,12 +210,12 @@ def test_request_that_cannot_be_released_gets_its_token_and_one_final(
 
 
 def test_engine_that_fails_to_start_raises_and_leaves_no_thread() -> None:
-    engine = CountingEngine()
-    vars(engine)["prepare_thread"] = Once(lambda: None, RuntimeError("no product runs"))
-    vars(engine)["prepare_thread"].arm()
+    engine, others = CountingEngine(), set(threading.enumerate())
+    fail_once(engine, "prepare_thread", RuntimeError("no product runs")).arm()
     with pytest.raises(RuntimeError, match="no product runs"), running(Recorder(), engine):
         pass
-    wait_until(lambda: "GptManager" not in {thread.name for thread in threading.enumerate()})
+    started = set(threading.enumerate()) - others
+    assert "GptManager" not in {thread.name for thread in started}
 
 
 class _Failing(CountingEngine):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.manager_harness import BOTH_LOOPS, WAIT, EditingEngine, Recorder, request, running
+from support.manager_harness import BOTH_LOOPS, WAIT, Recorder, request, running
 from support.triton_harness import wait_until
 
 from inflight_backend.guided.compiler import GuideService, PendingGuide
@@ -153,7 +153,7 @@ def test_request_whose_intake_fails_ends_alone(
     managers: queue.SimpleQueue[GptManager] = queue.SimpleQueue()
     recorder.on_response = on_response
     path = tmp_path / "recording.jsonl"
-    with running(recorder, EditingEngine(), params=params_with(path)) as manager:
+    with running(recorder, params=params_with(path)) as manager:
         managers.put(manager)
         wait_until(lambda: len(recorder.responses.get(VICTIM, ())) > 1)
         recorder.wait_for_finals(1, 2, VICTIM, 4)
@@ -190,7 +190,7 @@ def test_valid_requests_of_a_bad_list_are_taken(
 
     recorder.get = get  # type: ignore[assignment]
     params = params_with(tmp_path / "recording.jsonl", overlap_scheduler=overlap)
-    with running(recorder, EditingEngine(), params=params) as manager:
+    with running(recorder, params=params) as manager:
         recorder.wait_for_finals(1, 2, VICTIM, 4)
         assert "the prompt is missing" in recorder.final_errors(2)[0]
         assert recorder.final_errors(VICTIM) == [NOT_TAKEN]

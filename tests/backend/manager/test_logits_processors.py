@@ -16,14 +16,12 @@ from support.manager_harness import (
     BOTH_LOOPS,
     GUARANTEED,
     MAX_UTILIZATION,
-    EditingEngine,
     Recorder,
     request,
     running,
     serve,
     small_engine,
 )
-from support.triton_stub import CountingEngine
 from transformers import AutoTokenizer
 
 from inflight_backend.engine import Engine
@@ -348,21 +346,19 @@ def test_processor_that_fails_behind_the_last_token_fails_no_request(
 
 
 @pytest.mark.parametrize(
-    ("engine_class", "name", "values", "message"),
+    ("name", "values", "message"),
     [
-        (EditingEngine, "unknown", {}, "names 'unknown', and this server has no logits processor"),
-        (EditingEngine, "bad\n", {}, "names 'bad\\n', and this server has no logits processor"),
-        (CountingEngine, "bad", {}, "names 'bad', and this server has no logits processor"),
-        (EditingEngine, "bad", {"beam_width": 2}, "cannot go with a 'beam_width' above 1"),
-        (EditingEngine, "", {}, ""),
+        ("unknown", {}, "names 'unknown', and this server has no logits processor"),
+        ("bad\n", {}, "names 'bad\\n', and this server has no logits processor"),
+        ("bad", {"beam_width": 2}, "cannot go with a 'beam_width' above 1"),
+        ("", {}, ""),
     ],
 )
 def test_processor_that_cannot_be_used_is_refused(
-    engine_class: type[CountingEngine], name: str, values: dict[str, Any], message: str
+    name: str, values: dict[str, Any], message: str
 ) -> None:
     """The names of the others are not told."""
-    asked = asking(1, [1, 2], 2, name, **values)
-    recorder = serve([asked], engine_class(), logits_processors={"bad": raises})
+    recorder = serve([asking(1, [1, 2], 2, name, **values)], logits_processors={"bad": raises})
     error = recorder.responses[1][-1][2]
     assert error.startswith(f"'{PROCESSOR_FIELD}' {message}" if message else "")
     assert (error == "") == (message == "")

@@ -22,7 +22,6 @@ from support.manager_harness import (
     serve,
     small_engine,
 )
-from support.triton_stub import CountingEngine
 
 from inflight_backend.errors import CapacityText, InvalidRequest
 from inflight_backend.manager import output_gatherer
@@ -280,14 +279,6 @@ def test_an_end_id_leaves_its_row_out(folder: Path) -> None:
     np.testing.assert_allclose(shorter, longer[:, :, :num_tokens], atol=1e-5)
 
 
-def test_output_that_the_engine_lacks_is_refused() -> None:
-    recorder = Recorder([request(1, [1], 3, return_generation_logits=True)])
-    serve(recorder, CountingEngine())
-    assert (
-        "'return_generation_logits' is not supported by the engine" in recorder.responses[1][0][2]
-    )
-
-
 @pytest.mark.parametrize(
     ("prompt_len", "max_new_tokens", "outputs", "error"),
     [
@@ -307,7 +298,7 @@ def test_size_of_logits_is_bounded(
 ) -> None:
     asked = request(1, [1], 1, **{f"return_{name}": True for name in outputs})
     with pytest.raises(InvalidRequest, match=error) if error else nullcontext():
-        read_outputs(asked, prompt_len, max_new_tokens, 32000, is_observable=True)
+        read_outputs(asked, prompt_len, max_new_tokens, 32000)
 
 
 def test_logits_of_all_active_requests_share_one_room(

@@ -16,7 +16,7 @@ from support.manager_harness import (
 )
 from support.triton_stub import CountingEngine
 
-from inflight_backend.engine.interface import MemoryUsage, StepOutputs
+from inflight_backend.engine.interface import MemoryUsage
 from inflight_backend.manager.parameters import OverlapScheduler
 from inflight_backend.manager.statistics import IterationStats
 from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
@@ -133,41 +133,10 @@ def test_v1_has_no_empty_slots_while_idle() -> None:
             time.sleep(0.001)
 
 
-class SearchingEngine(CountingEngine):
-    """Counts, and returns the same candidates for every row that searches."""
-
-    max_beam_width = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_candidates: dict[int, int] = {}
-        self._outputs = StepOutputs()
-
-    def execute(self, batch: ScheduledBatch) -> list[int]:
-        """One token for each row."""
-        for setup in batch.setups:
-            self._num_candidates[setup.slot] = setup.num_candidates
-        for move in batch.beam_moves:
-            self._last_token[move.slot] = move.token
-        rows = [run.slot for run in batch.runs if run.is_last]
-        self._outputs = StepOutputs(
-            candidates={
-                slot: [(token, -1.0 - token) for token in range(self._num_candidates[slot])]
-                for slot in (*rows, *batch.generation_slots)
-                if self._num_candidates[slot]
-            }
-        )
-        return super().execute(batch)
-
-    def take_outputs(self) -> StepOutputs:
-        """Those of the last step."""
-        return self._outputs
-
-
 def test_v1_slot_of_a_request_that_waits_for_another_beam_width_is_not_empty() -> None:
     """Requests 1 and 3 run together; 2 has two beams and generates after both."""
     requests = [request(1, [1], 3), request(2, [50, 51], 4, beam_width=2), request(3, [7], 2)]
-    recorder = serve(requests, SearchingEngine(), model_type=V1, max_beam_width=2)
+    recorder = serve(requests, model_type=V1, max_beam_width=2)
     seen = [(s["Total Generation Tokens"], s["Empty Generation Slots"]) for s in recorder.stats]
     assert seen == [(0, 0), (2, 0), (1, 1), (1, 2), (1, 2), (1, 2)]
 

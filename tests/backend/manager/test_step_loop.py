@@ -41,7 +41,7 @@ class LosingEngine(CountingEngine):
         super().__init__(**options)
         self._lost_step = lost_step
 
-    def edit_next(self, edits: object) -> None:
+    def edit_next(self, source: object) -> None:
         """Count; there are no logits."""
         self.num_edited += 1
 
@@ -111,6 +111,9 @@ class WatchedStep:
         if self.is_lost:
             raise RuntimeError("the step is lost")
         return self._tokens
+
+    def read_outputs(self) -> None:
+        """None came."""
 
 
 class WatchedEngine(CountingEngine):

@@ -158,14 +158,6 @@ def test_outputs_follow_the_request(server: Server) -> None:
         ({"input_ids": [1], "stop": True}, "a stop request needs the request id"),
         ({"input_ids": [1], "why": True}, "'why' needs the request id of the request it asks"),
         ({"input_ids": [1], "lora_task_id": 7}, "'lora_task_id' is not supported by this server"),
-        (
-            {"input_ids": [1], "return_context_logits": True},
-            "'return_context_logits' is not supported by the engine",
-        ),
-        (
-            {"input_ids": [1], "guided_decoding_guide_type": "json", "end_id": 1},
-            "'guided_decoding_guide_type' is not supported by this server: its engine takes no",
-        ),
     ],
 )
 @pytest.mark.case(1, 3, 4, 5, 14, 41)

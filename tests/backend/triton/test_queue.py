@@ -15,16 +15,14 @@ import pytest
 from backend.triton.conftest import MakeServer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.guided_answers import HeldCompiler
 from support.scheduler_world import World
 from support.triton_harness import WAIT, Gate, Server, error_of, wait_until, wait_until_queued
 from support.triton_stub import CountingEngine, FakePbUtils, FakeSender
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.engine.interface import MaskSource
 from inflight_backend.errors import CapacityExceeded, RequestInFlight
-from inflight_backend.guided import compiler, matchers
 from inflight_backend.guided.compiler import PendingGuide
-from inflight_backend.guided.guide import Guide
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import RequestLimits, validate
 from inflight_backend.triton.queue import RequestIds, RequestQueue
@@ -293,13 +291,13 @@ def server(make_server: MakeServer, gate: Gate, monkeypatch: pytest.MonkeyPatch)
         device="cpu", max_batch_size=3, max_beam_width=3, max_tokens_in_paged_kv_cache=1024
     )
     engine: Any = Engine.load(DEMO_MODEL, config)
-    execute = engine.execute
+    submit = engine.submit
 
-    def wait_and_execute(batch: Any) -> Any:
+    def wait_and_submit(batch: Any) -> Any:
         gate(batch)
-        return execute(batch)
+        return submit(batch)
 
-    monkeypatch.setattr(engine, "execute", wait_and_execute)
+    monkeypatch.setattr(engine, "submit", wait_and_submit)
     return make_server(engine, max_beam_width="3", tokenizer_dir=str(DEMO_MODEL))
 
 
@@ -367,50 +365,19 @@ def test_it_has_every_output_it_asked_for(
         assert sent["finish_reason"].tolist() == [[b"cancelled"]]
 
 
-class MaskingEngine(CountingEngine):
-    """Says that it masks, so that guides are taken; what is drawn does not matter here."""
-
-    def mask_next(self, source: MaskSource) -> None:
-        """Not needed."""
-
-
-class HeldCompiler:
-    """``texts`` of the grammars whose turn came; while ``go_on`` is not set that is all."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.texts: list[str] = []
-        self.go_on = threading.Event()
-        self.go_on.set()
-        self._to_grammar = matchers.to_grammar
-        monkeypatch.setattr(compiler, "to_grammar", self._note)
-
-    def _note(self, guide: Guide) -> str:
-        self.texts.append(guide.text)
-        assert self.go_on.wait(WAIT)
-        return self._to_grammar(guide)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCompiler]:
-    made = HeldCompiler(monkeypatch)
-    yield made
-    made.go_on.set()
-
-
 @pytest.fixture
 def make_guiding(
-    make_server: MakeServer, tmp_path: Path, gate: Gate, held: HeldCompiler
+    make_server: MakeServer, tmp_path: Path, gate: Gate
 ) -> Iterator[Callable[..., Server]]:
     """A factory of servers that guide, with one place and a queue of four."""
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
 
     def make(**parameters: str) -> Server:
-        engine = MaskingEngine(vocab_size=300, before_step=gate)
+        engine = CountingEngine(vocab_size=300, before_step=gate)
         return make_server(engine, max_batch_size="1", max_queue_size="4", **parameters)
 
     yield make
     gate.set()
-    held.go_on.set()
 
 
 @pytest.fixture
@@ -438,17 +405,17 @@ def test_what_a_full_queue_refuses_is_not_compiled(
         assert "Maximum queue size of 4 has been reached" in text
         assert code == FakePbUtils.TritonError.UNAVAILABLE
     gate.set()
+    held.go_on.set()
     assert all(sender.is_final.wait(WAIT) for sender in taken)
     assert send(guiding, "last").is_final.wait(WAIT)
-    assert held.texts == ["last"]
+    assert held.begun == ["last"]
 
 
 def test_what_was_stopped_cancelled_or_overdue_is_not_compiled(
     guiding: Server, held: HeldCompiler
 ) -> None:
-    held.go_on.clear()
     first = [send(guiding, text) for text in "ab"]
-    wait_until(lambda: sorted(held.texts) == ["a", "b"])
+    wait_until(lambda: sorted(held.begun) == ["a", "b"])
     stopped, overdue = send(guiding, "c"), send(guiding, "d", max_queue_time_ms=1)
     guiding.send("c", stop=True)
     assert stopped.is_final.wait(WAIT)
@@ -462,16 +429,15 @@ def test_what_was_stopped_cancelled_or_overdue_is_not_compiled(
     last = send(guiding, "f")
     held.go_on.set()
     assert all(sender.is_final.wait(WAIT) for sender in (*first, last))
-    assert sorted(held.texts) == ["a", "b", "f"]
+    assert sorted(held.begun) == ["a", "b", "f"]
 
 
 def test_a_grammar_that_takes_its_time_is_no_stall(
     make_guiding: Callable[..., Server], held: HeldCompiler
 ) -> None:
     server = make_guiding(stall_seconds="0.2")
-    held.go_on.clear()
     sender = send(server, "a")
-    wait_until(lambda: held.texts == ["a"])
+    wait_until(lambda: held.begun == ["a"])
     deadline = time.monotonic() + 0.8
     while time.monotonic() < deadline:
         assert server.model.is_ready()
