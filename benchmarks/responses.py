@@ -175,7 +175,7 @@ def _send(
     for first in range(0, len(responses), num_merged):
         steps = responses[first : first + num_merged]
         for number, client in enumerate(clients):
-            piece = MergedResponse()
+            piece = MergedResponse(number, client.stream)
             for step in steps:
                 piece.add(step[number], False, "")
             client.stream.send(piece.ids, piece.extras.joined(), is_final=False)

@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from inflight_backend.calls import settle
 from inflight_backend.engine.interface import PendingStep, StepEngine
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.logits_processors import LogitsHooks
@@ -135,14 +136,8 @@ def load_engine(
     # computed, and if they outnumber the cores it ignores ``GOMP_SPINCOUNT``, so that none of them
     # spins for more work before it sleeps.
     loaded: Future[Engine] = Future()
-
-    def load() -> None:
-        try:
-            loaded.set_result(Engine.load(Path(model), config, on_progress))
-        except BaseException as error:  # raised by the thread that waits
-            loaded.set_exception(error)
-
-    thread = threading.Thread(target=load, name="load", daemon=True)
+    load = partial(Engine.load, Path(model), config, on_progress)
+    thread = threading.Thread(target=settle, args=(loaded, load), name="load", daemon=True)
     thread.start()
     engine = loaded.result()
     thread.join()

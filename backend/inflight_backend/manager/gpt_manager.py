@@ -35,6 +35,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from inflight_backend.calls import LoopCalls
 from inflight_backend.engine.interface import StepEngine
 from inflight_backend.errors import RefusalText
 from inflight_backend.guided.compiler import GuideService
@@ -47,12 +48,7 @@ from inflight_backend.manager.parameters import TrtGptModelOptionalParams, check
 from inflight_backend.manager.responses import QueuedResponse, make_tensors
 from inflight_backend.manager.statistics import EventCounter, IterationStats, LengthHistograms
 from inflight_backend.manager.step_loop import StepLoop
-from inflight_backend.manager.wait_reasons import (
-    LoopCalls,
-    WaitReasons,
-    describe_wait,
-    expiry_error,
-)
+from inflight_backend.manager.wait_reasons import WaitReasons, describe_wait, expiry_error
 from inflight_backend.requests.inference_request import (
     GetInferenceRequestsCallback,
     InferenceRequest,

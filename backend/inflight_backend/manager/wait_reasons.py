@@ -1,14 +1,9 @@
-"""The state of a request in flight and why it waits, for other threads."""
+"""The state of a request in flight and why it waits."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from inflight_backend.errors import CapacityText
 from inflight_protocol import NOT_IN_FLIGHT as NOT_IN_FLIGHT_STATE
@@ -17,57 +12,6 @@ from inflight_scheduler import LlmRequest, WaitReason
 if TYPE_CHECKING:
     from inflight_backend.manager.batcher import Batcher
     from inflight_backend.manager.health import Expired
-
-
-_Result = TypeVar("_Result")
-
-
-class LoopCalls:
-    """Runs callables of any thread on the loop's thread, in order.
-
-    After `close` the loop changes nothing any more, and calls run on the calling thread.
-    """
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        """``wake`` makes the loop call `run_pending`."""
-        self._wake = wake
-        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._is_closed = False
-        self._lock = threading.RLock()
-
-    def call_soon(self, function: Callable[[], _Result]) -> Future[_Result]:
-        """Run ``function`` on the loop's thread; the future gets its result or exception."""
-        future: Future[_Result] = Future()
-        with self._lock:
-            if self._is_closed:
-                _run(future, function)
-            else:
-                self._waiting.put(lambda: _run(future, function))
-                self._wake()
-        return future
-
-    def run_pending(self) -> None:
-        """Run all waiting calls; raises nothing."""
-        with suppress(queue.Empty):
-            while True:
-                self._waiting.get_nowait()()
-
-    def close(self) -> None:
-        """Run all waiting calls, for the last time."""
-        with self._lock:  # a call comes either before the last `run_pending` or after the close
-            self._is_closed = True
-            self.run_pending()
-
-
-def _run(future: Future[_Result], function: Callable[[], _Result]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = function()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
 
 
 NOT_IN_FLIGHT: dict[str, Any] = {

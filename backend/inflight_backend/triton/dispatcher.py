@@ -27,29 +27,31 @@ from inflight_backend.errors import CapacityText, RefusalText
 from inflight_backend.log import get_logger
 from inflight_backend.requests.inference_request import Array, NamedTensor
 from inflight_backend.triton.watchdog import Progress
-from inflight_backend.triton_io.beam_stream import BeamStream
 from inflight_backend.triton_io.sender import ResponseSender
 from inflight_backend.triton_io.token_stream import AnswerStream, TokenExtras
 
 
 @dataclass(slots=True)
 class MergedResponse:
-    """Tokens, the other tensors by name, and perhaps the end.
+    """What is to be sent of an ``answer``: tokens, the other tensors by name, perhaps the end."""
 
-    ``is_whole``: each response repeats everything (beams), and all its tensors are ``extras``.
-    """
-
+    request_id: int
+    answer: AnswerStream
     ids: list[int] = field(default_factory=list)
     extras: TokenExtras = field(default_factory=TokenExtras)
     is_final: bool = False
     error: str = ""
-    is_whole: bool = False
+
+    @property
+    def has_room(self) -> bool:
+        """False while it should wait for a slow reader; an end does not."""
+        return self.is_final or not self.answer.stream.is_behind
 
     def add(self, tensors: Sequence[NamedTensor], is_final: bool, error: str) -> None:
         """Append one response."""
         self.is_final = is_final or bool(error)
         self.error = self.error or error
-        if self.is_whole:
+        if self.answer.repeats_all:
             self.extras.last.update(tensors)
             return
         for name, tensor in tensors:
@@ -246,85 +248,73 @@ class ResponseDispatcher:
         """
         for response in responses:
             self._merge(response)
-        ready = [request_id for request_id in self._pieces if self._has_room(request_id)]
-        ends: list[tuple[int, MergedResponse]] = []
-        for request_id in ready:
-            piece = self._pieces.pop(request_id)
-            if piece.is_final:
-                ends.append((request_id, piece))
-            else:
-                self._send_piece(request_id, piece)
-        if ends:
+        ready = [piece for piece in self._pieces.values() if piece.has_room]
+        for piece in ready:
+            del self._pieces[piece.request_id]
+            if not piece.is_final:
+                self._send_piece(piece)
+        if ends := [piece for piece in ready if piece.is_final]:
             self._send_ends(ends)
         return len(ready)
 
-    def _has_room(self, request_id: int) -> bool:
-        stream = self._streams.get(request_id)
-        is_behind = stream is not None and stream.stream.is_behind
-        return self._pieces[request_id].is_final or not is_behind
-
     def _merge(self, response: _Response) -> None:
         request_id, tensors, is_final, error = response
-        if not self._merges and request_id in self._pieces and self._has_room(request_id):
-            self._send_piece(request_id, self._pieces.pop(request_id))
-        if request_id not in self._pieces:
-            is_whole = isinstance(self._streams.get(request_id), BeamStream)
-            self._pieces[request_id] = MergedResponse(is_whole=is_whole)
+        piece = self._pieces.get(request_id)
+        if piece is not None and piece.has_room and not self._merges:
+            self._send_piece(self._pieces.pop(request_id))
+            piece = None
+        if piece is None:
+            if (answer := self._streams.get(request_id)) is None:
+                _logger.error("a response for the unknown request %d was dropped", request_id)
+                return
+            piece = self._pieces[request_id] = MergedResponse(request_id, answer)
         try:
-            self._pieces[request_id].add(tensors, is_final, error)
+            piece.add(tensors, is_final, error)
         except BaseException:
             _logger.exception("a response of request %d could not be put together", request_id)
             self._give_up(request_id)
 
-    def _send_piece(self, request_id: int, piece: MergedResponse) -> None:
+    def _send_piece(self, piece: MergedResponse) -> None:
         """Send what is not the end of a request."""
-        stream = self._streams.get(request_id)
-        if stream is None:
-            _logger.error("a response for the unknown request %d was dropped", request_id)
-            return
         try:
-            if stream.send(piece.ids, piece.extras.joined(), is_final=False):
-                self._stop_request(request_id)
+            if piece.answer.send(piece.ids, piece.extras.joined(), is_final=False):
+                self._stop_request(piece.request_id)
         except BaseException:  # one client's stream may break, others must not
-            _logger.exception("sending a response of request %d failed", request_id)
-            self._give_up(request_id)
+            _logger.exception("sending a response of request %d failed", piece.request_id)
+            self._give_up(piece.request_id)
         self._progress.moved()
 
-    def _send_ends(self, ends: Sequence[tuple[int, MergedResponse]]) -> None:
+    def _send_ends(self, ends: Sequence[MergedResponse]) -> None:
         """Make the last responses, count them, and only then send them: a client that has read one
         finds it on the page of metrics."""
-        made = []
-        for request_id, piece in ends:
-            if (stream := self._streams.get(request_id)) is None:
-                _logger.error("the end of the unknown request %d was dropped", request_id)
-            else:
-                made.append((request_id, stream, piece.error, self._make_last(request_id, piece)))
-            self._on_end(request_id, stream.num_left_out if stream else 0)
+        made = [(piece, self._make_last(piece)) for piece in ends]
+        for piece in ends:
+            self._on_end(piece.request_id, piece.answer.num_left_out)
         self._before_ends()
-        for request_id, stream, error, tensors in made:
+        for piece, tensors in made:
+            sender = piece.answer.stream
             try:
-                if error:
-                    stream.stream.send_error(error, _code_of(error))
+                if piece.error:
+                    sender.send_error(piece.error, _code_of(piece.error))
                 else:
-                    stream.stream.send(tensors, is_final=True)
+                    sender.send(tensors, is_final=True)
             except BaseException:
-                _logger.exception("sending the end of request %d failed", request_id)
-                self._give_up(request_id)
-                stream.stream.abandon(_NOT_SENT)
-            del self._streams[request_id]
+                _logger.exception("sending the end of request %d failed", piece.request_id)
+                self._give_up(piece.request_id)
+                sender.abandon(_NOT_SENT)
+            del self._streams[piece.request_id]
             self._progress.moved()
 
-    def _make_last(self, request_id: int, piece: MergedResponse) -> dict[str, Array]:
+    def _make_last(self, piece: MergedResponse) -> dict[str, Array]:
         """The tensors that a request ends with; if that is an error its last tokens leave now."""
-        stream = self._streams[request_id]
         try:
             if not piece.error:
-                return stream.make_last(piece.ids, piece.extras.joined())
+                return piece.answer.make_last(piece.ids, piece.extras.joined())
             if piece.ids:
-                stream.send(piece.ids, piece.extras.joined(), is_final=False)
+                piece.answer.send(piece.ids, piece.extras.joined(), is_final=False)
         except BaseException:
-            _logger.exception("the end of request %d could not be put together", request_id)
-            self._give_up(request_id)
+            _logger.exception("the end of request %d could not be put together", piece.request_id)
+            self._give_up(piece.request_id)
         return {}
 
     def _give_up(self, request_id: int) -> None:

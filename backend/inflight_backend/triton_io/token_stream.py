@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -130,7 +131,8 @@ class TextWriter:
 
     ``prefix`` is the prompt, for an answer that includes it, and ``num_prompt_ids`` how many of the
     first ids are the prompt's. Stop words are left out: ``stop_tokens`` as tokens, ``stop_text`` as
-    text.
+    text. Where one of each ends with the same token that of tokens counts, unless
+    ``prefers_text``.
     """
 
     detokenizer: IncrementalDetokenizer
@@ -138,6 +140,7 @@ class TextWriter:
     num_prompt_ids: int = 0
     stop_tokens: StopTokens | None = None
     stop_text: StopText | None = None
+    prefers_text: bool = False
 
     @property
     def is_stopped(self) -> bool:
@@ -160,7 +163,7 @@ class TextWriter:
             if is_final:
                 text += self.detokenizer.finish()
             return prefix + text, len(ids)
-        ahead = held[:-1] if is_final else held  # with its last token, the word of tokens counts
+        ahead = held[:-1] if is_final and not self.prefers_text else held
         text, num_used = self._write_until_stop(self.stop_text, new_ids, ahead, is_final)
         num_used -= num_held_before  # in which there was no stop word, as the last call has seen
         return prefix + text, skipped + num_used if self.is_stopped else len(ids)
@@ -201,8 +204,11 @@ class AnswerStream(ABC):
 
     ``outputs`` are the names of the tensors to send, ``final_outputs`` of more that go with the
     last response. ``constants`` go with every response, ``zeros`` with the last one.
-    ``num_left_out``: tokens so far that were drawn behind a stop word.
+    ``num_left_out``: tokens so far that were drawn behind a stop word. ``repeats_all``: each
+    response says all that is known, so that one replaces those before it.
     """
+
+    repeats_all: ClassVar[bool] = False
 
     stream: Sender
     outputs: frozenset[str]

@@ -20,9 +20,10 @@ from support.manager_harness import (
 )
 from support.triton_stub import CountingEngine
 
+from inflight_backend.calls import LoopCalls
 from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
-from inflight_backend.manager.wait_reasons import LoopCalls, describe_wait
+from inflight_backend.manager.wait_reasons import describe_wait
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_scheduler import (
     CapacitySchedulerPolicy,

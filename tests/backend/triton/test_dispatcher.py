@@ -443,7 +443,7 @@ def test_what_escapes_a_round_of_sending_ends_its_streams_and_not_the_thread(
     server = make_server(CountingEngine())
     real, errors = ResponseDispatcher._send_ends, [error]
 
-    def send_ends(self: ResponseDispatcher, ends: Sequence[tuple[int, MergedResponse]]) -> None:
+    def send_ends(self: ResponseDispatcher, ends: Sequence[MergedResponse]) -> None:
         if errors:
             raise errors.pop()
         real(self, ends)
