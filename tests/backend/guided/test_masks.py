@@ -301,20 +301,6 @@ def test_an_answer_that_meets_its_own_limit_fails_alone(
     assert text_of(recorder, 91) == "a" * 9
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", BOTH)
-def test_answers_that_meet_a_shared_limit_continue(
-    choice: OverlapScheduler, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first to meet it, after however many, ended those under way and all to come."""
-    monkeypatch.setitem(matchers._LIMITS, "max_lexer_states", 600)
-    sampled: dict[str, Any] = {"runtime_top_k": 200, "num_new": 90}
-    requests = [ask(n, "regex", "x(.{0,90}y){2}", random_seed=n, **sampled) for n in range(16)]
-    recorder = serve(model, requests, params(overlap_scheduler=choice))
-    for number in range(16):
-        match("x[^\n]+", text_of(recorder, number))
-
-
 @pytest.mark.case(55)
 def test_other_requests_are_served_while_a_grammar_is_compiled(
     model: Path, held: HeldCompiler

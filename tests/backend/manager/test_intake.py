@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 from support.manager_harness import BOTH_LOOPS, WAIT, Recorder, request, running
 from support.triton_harness import wait_until
 
-from inflight_backend.guided.compiler import GuideService, PendingGuide
-from inflight_backend.guided.guide import Guide
 from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.health import DeadlineWatch
 from inflight_backend.manager.logits_processors import ActiveProcessors
@@ -197,34 +194,3 @@ def test_valid_requests_of_a_bad_list_are_taken(
         assert recorder.tokens(1) == list(range(2, 11))
         assert recorder.tokens(4) == list(range(5, 14))
         assert_nothing_stays(manager)
-
-
-def test_request_that_waited_for_its_grammar_may_be_sent_again_after_a_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its grammar is compiled again: the first compilation's time may be up."""
-    started: list[PendingGuide] = []
-
-    def start(service: GuideService, guide: Guide, on_compiled: object) -> PendingGuide:
-        started.append(PendingGuide(Future()))
-        return started[-1]
-
-    monkeypatch.setattr(GuideService, "start", start)
-
-    def fail() -> None:
-        raise MemoryError
-
-    guide: Any = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a"}
-    again = request(1, [1], 3, end_id=5, **guide)
-    recorder = Recorder([again])
-    with running(recorder) as manager:
-        wait_until(lambda: manager.get_num_active_requests() == 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(manager, "step", fail)
-            recorder.wait_for_finals(1)
-        assert "batch manager failed" in recorder.final_errors(1)[0]
-        recorder.responses.clear()
-        recorder.pending.append(again)
-        wait_until(lambda: len(started) == 2)
-        recorder.stops = {1}
-        recorder.wait_for_finals(1)

@@ -18,7 +18,6 @@ from support.user_schedulers import (
     BadChunks,
     CutsAnyway,
     CutsContexts,
-    Empties,
     EveryOtherTime,
     Exits,
     ExitsWhenMade,
@@ -26,16 +25,12 @@ from support.user_schedulers import (
     FirstTwo,
     GenerationAlone,
     Greedy,
-    Interrupts,
-    Invents,
     Lazy,
     OneAtATime,
     OwnParts,
     PausesAll,
-    PausesMidway,
     Raises,
     RaisesAtFirst,
-    Repeats,
     ShortestFits,
     TakesOut,
     ThreeAtOnce,
@@ -85,15 +80,10 @@ def test_user_scheduler_may_change_the_list_it_is_given(
     [
         Raises,
         Exits,
-        Interrupts,
         Greedy,
         Lazy,
-        Repeats,
-        Invents,
-        Empties,
         BadChunks,
         PausesAll,
-        PausesMidway,
         CutsAnyway,
     ],
 )
@@ -105,7 +95,7 @@ def test_bad_scheduler_is_overruled_with_one_warning(
     engine = CountingEngine(num_blocks=17, tokens_per_block=4)
     params = replace(
         params_for(scheduler),
-        enable_chunked_context=scheduler is PausesMidway,
+        enable_chunked_context=False,
         overlap_scheduler=overlap,
     )
     with caplog.at_level(logging.WARNING), running(recorder, engine, params=params):

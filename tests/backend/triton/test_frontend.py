@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from support.triton_harness import (
     error_of,
     ids_of,
     text_of,
-    wait_for_phase,
     wait_until,
 )
 from support.triton_stories import (
@@ -44,7 +42,6 @@ from support.triton_stub import CountingEngine, FakePbUtils, FakeRequest, FakeSe
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.manager.logits_processors import ActiveProcessors
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import validate
@@ -169,23 +166,6 @@ def test_a_send_that_raises_is_told_when_its_request_is_free() -> None:
         told.finish(is_unloaded=False)
         assert str(sender.responses[-1].error) == "the response could not be sent"
         assert len(told.server.engine.batches) < 20, "it is stopped, not served to its end"
-
-
-@pytest.mark.case(62)
-@pytest.mark.parametrize("delay", [0.0, 0.0005, 0.001, 0.002])
-def test_a_stop_beside_the_last_token_gives_one_final(
-    make_server: MakeServer, delay: float
-) -> None:
-    server = make_server(CountingEngine())
-    for number in range(20):
-        sender = StrictSender()
-        server.send(
-            "x", sender=sender, input_ids=[1], request_output_len=1 + number % 5, streaming=True
-        )
-        time.sleep(delay)
-        server.ask("x", stop=True)
-        assert sender.is_final.wait(WAIT)
-        assert (sender.num_finals, sender.violations) == (1, [])
 
 
 @pytest.mark.case(63)
@@ -478,46 +458,6 @@ def test_another_number_of_rows_is_refused_by_name() -> None:
     inputs = {"input_ids": PROMPTS, "temperature": np.ones((1, 1), np.float32)}
     with pytest.raises(InvalidRequest, match=r"'temperature' has shape \[1, 1\], but the prompt"):
         TritonRequest.from_inputs("", inputs, frozenset())
-
-
-@pytest.mark.case(89, 117)
-def test_one_of_a_burst_cannot_be_taken(
-    make_server: MakeServer, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One runs, and three wait while its step does, so that they are fetched together."""
-    gate.clear()
-    server = make_server(CountingEngine(before_step=gate), max_batch_size="8")
-    add, num_left = ActiveProcessors.add, 1
-
-    def add_but_one(owner: ActiveProcessors, request: Any) -> None:
-        nonlocal num_left
-        if num_left and request.get_tensor("input_ids").item() == 300:
-            num_left = 0
-            raise BaseException("as a panic of a library in Rust")
-        add(owner, request)
-
-    monkeypatch.setattr(ActiveProcessors, "add", add_but_one)
-    first = server.send("one", input_ids=[1], request_output_len=30, streaming=True)
-    wait_until(lambda: server.model._manager.get_num_active_requests() == 1)
-    burst = [
-        server.send(name, input_ids=[start], request_output_len=5, streaming=True)
-        for name, start in (("two", 200), ("three", 300), ("four", 400))
-    ]
-    gate.set()
-    for sender in (first, *burst):
-        assert sender.is_final.wait(WAIT)
-    assert ids_of(first) == list(range(2, 32))
-    assert ids_of(burst[0]) == list(range(201, 206))
-    assert error_of(burst[1]) == (
-        "the request could not be taken",
-        FakePbUtils.TritonError.INTERNAL,
-    )
-    assert ids_of(burst[2]) == list(range(401, 406))
-    again = server.ask("three", input_ids=[300], request_output_len=2)
-    assert ids_of(again) == [300, 301, 302]
-    assert server.model._frontend.num_live == 0
-    server.drain_file.write_text("")
-    wait_for_phase(server, "drained")
 
 
 @pytest.mark.case(79)

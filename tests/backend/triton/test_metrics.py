@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import threading
 import time
 from datetime import datetime
@@ -13,12 +12,12 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from support.triton_harness import Gate, ids_of, wait_until
+from support.triton_harness import Gate, wait_until
 from support.triton_stub import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 
 from inflight_backend.triton.frontend import _ERROR_CODES
 from inflight_backend.triton.metrics import TritonMetrics
-from inflight_protocol import ERRORS, INPUT_LENGTHS, OUTPUT_LENGTHS
+from inflight_protocol import ERRORS, OUTPUT_LENGTHS
 from inflight_scheduler import ScheduledBatch
 
 
@@ -162,45 +161,6 @@ def test_what_a_model_loaded_before_leaves_on_the_page_does_not_stay(
     wait_until(lambda: shown(*place) == 24)
     FakePbUtils.families[place[0]].values[f"model=tensorrt_llm,version=1,{place[1]}"] = 7
     wait_until(lambda: shown(*place) == 24)
-
-
-@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
-def test_what_the_page_counts_is_what_clients_saw(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    """Integer for integer, over a random run with errors, stops and pauses."""
-    monkeypatch.setattr(FakePbUtils, "families", {})
-    server = make_server(CountingEngine(num_blocks=24), batch_scheduler_policy=policy)
-    rng = random.Random(22)
-    answered: list[FakeSender] = []
-    refused: list[FakeSender] = []
-    num_input = 0
-    for number in range(60):
-        values: dict[str, Any] = {
-            "input_ids": [1 + rng.randrange(5)] * rng.randint(1, 12),
-            "request_output_len": rng.randint(1, 60),
-            "streaming": rng.random() < 0.5,
-            "exclude_input_in_output": True,
-        }
-        kind = rng.choice(["plain", "plain", "stopped", "several", "refused"])
-        num_sequences = 2 if kind == "several" else 1
-        if kind == "refused":
-            refused.append(server.send(**values, temperature=-1.0))
-            continue
-        num_input += num_sequences * len(values["input_ids"])
-        answered.append(server.send(str(number), **values, num_return_sequences=num_sequences))
-        if kind == "stopped":
-            wait_until(lambda: bool(answered[-1].responses))
-            server.ask(str(number), stop=True)
-    for sender in answered:
-        assert sender.is_final.wait(10)
-        assert not any(each.error for each in sender.responses)
-    server.model.finalize()
-    outputs = FakePbUtils.families[OUTPUT_LENGTHS.name].observed
-    assert sum(outputs) == sum(len(ids_of(sender)) for sender in answered)
-    assert sum(FakePbUtils.families[INPUT_LENGTHS.name].observed) == num_input
-    assert counted() == {"INVALID_ARG": len(refused)}
-    assert shown("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type=used") == 0
 
 
 def test_every_code_has_its_metric() -> None:

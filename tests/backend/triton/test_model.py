@@ -18,9 +18,7 @@ from support.triton_harness import (
     Server,
     error_of,
     ids_of,
-    last_error,
     text_of,
-    wait_for_phase,
     wait_until,
 )
 from support.triton_stub import (
@@ -251,22 +249,6 @@ def test_v1_has_its_own_metrics_and_answers_whole(
     status = read_status(server.status_file)
     assert status is not None
     assert status.fields["policy"] == "static_batch"
-
-
-@pytest.mark.case(126)
-def test_the_end_of_the_drain_time_ends_what_still_runs_with_an_error(
-    server: Server, gate: Gate
-) -> None:
-    gate.close_after(3)
-    sender = server.send(input_ids=[1], request_output_len=200, streaming=True)
-    assert gate.is_reached.wait(WAIT)
-    server.end_all()
-    wait_for_phase(server, "drained")  # though the step does not return
-    assert sender.is_final.is_set()
-    message = "the server is shutting down: this answer is not complete"
-    assert last_error(sender) == (message, FakePbUtils.TritonError.UNAVAILABLE)
-    gate.set()
-    wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
 
 
 @pytest.mark.parametrize("fails_finally", [False, True])

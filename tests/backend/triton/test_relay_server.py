@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 import socket
 import subprocess
 import sys
@@ -16,8 +15,8 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from backend.triton.conftest import MakeServer
-from support.relay_harness import answer_on, answer_to, asking, ids_in, packed, until_end
-from support.triton_harness import WAIT, Gate, Server, wait_until
+from support.relay_harness import answer_on, answer_to, asking, ids_in, packed
+from support.triton_harness import WAIT, Server, wait_until
 from support.triton_stub import CountingEngine
 
 from inflight_backend.triton import relay_server as module
@@ -31,7 +30,6 @@ from inflight_backend.triton.relay_wire import (
     pack,
     read_messages,
 )
-from inflight_scheduler import ScheduledBatch
 
 PART = RelayedResponse({"output_ids": np.zeros((1, 1, 100), dtype=np.int32)})
 
@@ -132,27 +130,6 @@ def test_a_process_that_the_server_has_not_started_is_not_served(server: Server)
     assert server.engine.batches == []
 
 
-@pytest.mark.usefixtures("server")
-def test_many_strangers_take_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is looked at and closed before the next one is accepted."""
-    counts: list[int] = []
-
-    def look(_: socket.socket) -> bool:
-        counts.append(len(os.listdir("/proc/self/fd")))
-        return False
-
-    monkeypatch.setattr(module, "is_sibling", look)
-    with ExitStack() as stack:
-        strangers = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(200)]
-        for stranger in strangers:
-            stranger.settimeout(WAIT)
-            stranger.connect(address_of("tensorrt_llm"))
-        for stranger in strangers:
-            assert stranger.recv(1) == b""
-    assert len(counts) == 200
-    assert max(counts) - min(counts) < 20
-
-
 def test_too_many_threads_end_one_connection_only(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,43 +201,3 @@ def test_a_send_never_waits_and_what_has_no_room_is_written_when_there_is() -> N
     assert connection.is_cancelled()
     connection.close()
     assert connection.is_cancelled()
-
-
-def test_a_relay_that_has_gone_gets_nothing_and_holds_nothing() -> None:
-    here, there = socket.socketpair()
-    connection = RelayConnection(there, lambda: None)
-    while not connection.is_behind:
-        connection.send(PART)
-    here.close()
-    connection.write_the_rest()
-    assert connection.is_done
-    assert not connection.is_behind
-    connection.send(PART, flags=1)
-    connection.close()
-
-
-def test_a_frozen_relay_costs_a_few_messages(make_server: MakeServer, gate: Gate) -> None:
-    """The tokens it has no room for are kept as numbers, and sent when it goes on."""
-
-    def one_at_a_time(batch: ScheduledBatch) -> None:
-        """Else a dispatcher that had no turn would send hundreds in a message."""
-        server.send_all()
-        gate(batch)
-
-    server = make_server(
-        CountingEngine(
-            num_blocks=2000, max_seq_len=4000, vocab_size=4000, before_step=one_at_a_time
-        )
-    )
-    with asking(packed(500)) as connection:
-        gate.close_after(400)
-        assert gate.is_reached.wait(WAIT)
-        [held] = server.model._dispatcher._pieces.values()
-        assert len(held.ids) > 200
-        answer = until_end(read_messages(connection))
-        came = [next(answer) for _ in range(5)]
-        while len(ids_in(came)) < 399:  # without another token
-            came.append(next(answer))
-        gate.set()
-        came += answer
-    assert ids_in(came) == list(range(2, 502))

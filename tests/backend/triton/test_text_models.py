@@ -13,7 +13,6 @@ from support.triton_stub import FakePbUtils, FakeRequest
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.word_lists import embedding_bias
 from inflight_backend.triton_models.postprocessing import Postprocessor
 from inflight_backend.triton_models.preprocessing import Preprocessor
 from inflight_backend.triton_models.preprocessing import TritonPythonModel as Preprocessing
@@ -341,13 +340,6 @@ def test_the_checkpoints_other_ends_come_beside_the_end_id(
     assert found["OUT_STOP_TOKEN_IDS"].shape == (2, 0)
     alone = load(monkeypatch, tokenizer_dir=DEMO_MODEL)
     assert answer(alone, query("1"))["OUT_STOP_TOKEN_IDS"].shape == (1, 0)
-
-
-@pytest.mark.case(122)
-def test_a_bias_for_very_many_rows_is_named() -> None:
-    words = [["a"]] * 256
-    with pytest.raises(InvalidRequest, match="256 rows of 150000 numbers each, more than 16777216"):
-        embedding_bias(words, [[1.0]] * 256, ids, 150_000)
 
 
 @pytest.mark.case(122)
