@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from inflight_backend.calls import LoopCalls
 from inflight_backend.engine.interface import StepEngine
-from inflight_backend.errors import RefusalText
+from inflight_backend.errors import ErrorText, InvalidRequest
 from inflight_backend.guided.compiler import GuideService
 from inflight_backend.log import get_logger
 from inflight_backend.manager.batcher import Batcher, effective_settings, load_engine
@@ -493,7 +493,7 @@ class GptManager:
         num_known = request.num_drawn_tokens
         if request.tokens[num_known - 1] == _NON_FINITE:
             reason = self._rules.why_no_token(request.request_id)
-            self._end(request, RefusalText(reason) or NO_TOKEN)
+            self._end(request, ErrorText.of(InvalidRequest(reason)) if reason else NO_TOKEN)
         elif request.is_finished:
             self._end(request)
         elif request.is_streaming and num_known > request.orig_prompt_len + request.num_sent_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from inflight_backend.errors import CapacityText
+from inflight_backend.errors import CapacityExceeded, ErrorText
 from inflight_protocol import NOT_IN_FLIGHT as NOT_IN_FLIGHT_STATE
 from inflight_scheduler import LlmRequest, WaitReason
 
@@ -117,7 +117,7 @@ def expiry_error(expired: Expired, waits: WaitReasons) -> str:
         text = "no token before its run deadline"
         num_computed = request.context_current_position
         otherwise = f"{num_computed} of {request.prompt_len} prompt tokens computed"
-    return CapacityText(waits.add_to(text, request.request_id, otherwise))
+    return ErrorText.of(CapacityExceeded(waits.add_to(text, request.request_id, otherwise)))
 
 
 def _state(request: LlmRequest, is_running: bool) -> str:

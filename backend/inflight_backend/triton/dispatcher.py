@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from inflight_backend.errors import CapacityText, RefusalText
+from inflight_backend.errors import ErrorText
 from inflight_backend.log import get_logger
 from inflight_backend.requests.inference_request import Array, NamedTensor
 from inflight_backend.triton.watchdog import Progress
@@ -294,8 +294,10 @@ class ResponseDispatcher:
         for piece, tensors in made:
             sender = piece.answer.stream
             try:
-                if piece.error:
-                    sender.send_error(piece.error, _code_of(piece.error))
+                if isinstance(piece.error, ErrorText):
+                    sender.send_error(piece.error, piece.error.code)
+                elif piece.error:
+                    sender.send_error(piece.error)
                 else:
                     sender.send(tensors, is_final=True)
             except BaseException:
@@ -333,10 +335,3 @@ def _send_answer(stream: ResponseSender, name: str, text: str) -> None:
     except BaseException:
         _logger.exception("sending an answer failed")
         stream.abandon("the answer could not be sent")
-
-
-def _code_of(error: str) -> str:
-    """Whose fault it is."""
-    if isinstance(error, RefusalText):
-        return "INVALID_ARG"
-    return "UNAVAILABLE" if isinstance(error, CapacityText) else "INTERNAL"

@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from inflight_backend.errors import (
-    CapacityExceeded,
-    CapacityText,
-    InvalidRequest,
-    RequestInFlight,
-    UnsupportedRequest,
-)
+from inflight_backend.errors import CapacityExceeded, ErrorText, InvalidRequest, ServingError
 from inflight_backend.log import get_logger
 from inflight_backend.manager.responses import make_unstarted_tensors
 from inflight_backend.manager.statistics import EventCounter
@@ -116,13 +110,6 @@ def copy_request(request: InferenceRequest, numbers: Sequence[int]) -> list[Infe
 _logger = get_logger(__name__)
 
 _LAST_SECONDS = 1.0  # for what is stopped at the end to be freed; a step takes 0.03
-
-_ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
-    (UnsupportedRequest, "UNSUPPORTED"),  # before its base
-    (InvalidRequest, "INVALID_ARG"),
-    (RequestInFlight, "ALREADY_EXISTS"),
-    (CapacityExceeded, "UNAVAILABLE"),
-)
 
 
 class Frontend:
@@ -233,8 +220,9 @@ class Frontend:
         for overdue in self._queue.take_overdue():
             place = f"place {overdue.place} of {overdue.num_waiting} in the queue"
             why = why_queued(self._manager) if overdue.request.is_ready else PREPARING
-            reason = CapacityText(f"not started before its deadline: {place}, and {why}")
-            self._dispatcher.send_response(overdue.request.request_id, (), True, reason)
+            error = CapacityExceeded(f"not started before its deadline: {place}, and {why}")
+            number = overdue.request.request_id
+            self._dispatcher.send_response(number, (), True, ErrorText.of(error))
 
     def check_cancelled(self) -> None:
         """Look once at every open stream and stop those whose client has gone."""
@@ -380,9 +368,8 @@ class Frontend:
             _logger.exception("an answer could not be sent", exc_info=error)
             stream.abandon("the answer could not be sent")
             return
-        codes = (code for error_class, code in _ERROR_CODES if isinstance(error, error_class))
-        if (code := next(codes, None)) is not None:
-            stream.fail(str(error), code)
+        if isinstance(error, ServingError):
+            stream.fail(str(error), error.code)
             return
         _logger.exception("a request could not be read", exc_info=error)
         stream.fail("the request could not be read")

@@ -30,7 +30,7 @@ from support.manager_harness import (
 from support.triton_harness import wait_until
 from support.triton_stub import CountedStep, CountingEngine
 
-from inflight_backend.errors import CapacityText
+from inflight_backend.errors import ErrorText
 from inflight_backend.manager import gpt_manager
 from inflight_backend.manager.health import MAX_FAILURES_IN_A_ROW, DeadlineWatch, LoopHealth
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
@@ -366,7 +366,9 @@ def test_deadline_ends_requests_with_their_tokens_or_the_reason(limit: str, cloc
     behind = "behind 1 other, first of them request 2"
     assert recorder.responses[2] == [([], True, text.format(1, no_room))]
     assert recorder.responses[3] == [([], True, text.format(2, behind))]
-    assert isinstance(recorder.responses[2][0][2], CapacityText), "UNAVAILABLE, not our fault"
+    error = recorder.responses[2][0][2]
+    assert isinstance(error, ErrorText)
+    assert error.code == "UNAVAILABLE", "not our fault"
     assert manager.describe_load() == (
         "0 of 8 places are taken, 0 of those requests wait, and 8 of 8 KV blocks are free"
     )

@@ -23,7 +23,7 @@ from support.manager_harness import (
     small_engine,
 )
 
-from inflight_backend.errors import CapacityText, InvalidRequest
+from inflight_backend.errors import ErrorText, InvalidRequest
 from inflight_backend.manager import output_gatherer
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.outputs import MAX_LOGITS_BYTES, read_outputs
@@ -321,7 +321,8 @@ def test_logits_of_all_active_requests_share_one_room(
         manager.wake()
         recorder.wait_for_finals(4)
     [(_, _, error)] = recorder.responses[2]
-    assert isinstance(error, CapacityText)
+    assert isinstance(error, ErrorText)
+    assert error.code == "UNAVAILABLE"
     assert error == (
         f"'return_generation_logits' would take {4 * VOCAB_SIZE} bytes, and the logits of active "
         f"requests take {limit} of {limit} already; try again later"
