@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 from datetime import datetime
+from typing import Any
 
+import pytest
 from support.manager_harness import (
     BOTH_LOOPS,
     WAIT,
@@ -104,23 +106,36 @@ def test_time_is_that_of_the_measurement_and_the_load_names_its_numbers() -> Non
     )
 
 
-def test_v1_counts_the_slots_that_padding_would_waste() -> None:
-    recorder = serve(
-        [request(1, [1], 2), request(2, [50, 51], 4), request(3, [9], 1)], model_type=V1
-    )
-    seen = [
+@pytest.mark.parametrize(
+    ("requests", "stops", "seen"),
+    [
+        # What padding would waste.
+        ([(1, [1], 2), (2, [50, 51], 4), (3, [9], 1)], (), [(0, 0), (2, 1), (1, 2), (1, 2)]),
+        # Requests 1 and 3 run together; 2 has two beams and generates after both: it waits.
         (
-            stats["Scheduled Requests"],
-            stats["Context Requests"],
-            stats["Total Context Tokens"],
-            stats["Total Generation Tokens"],
-            stats["Empty Generation Slots"],
-        )
+            [(1, [1], 3), (2, [50, 51], 4, 2), (3, [7], 2)],
+            (),
+            [(0, 0), (2, 0), (1, 1), (1, 2), (1, 2), (1, 2)],
+        ),
+        # Request 1 is stopped.
+        ([(1, [1], 200), (2, [50], 4)], (1,), [(0, 0), (1, 1), (1, 1), (1, 1)]),
+    ],
+)
+def test_v1_counts_tokens_and_empty_slots(
+    requests: list[Any], stops: tuple[int, ...], seen: list[tuple[int, int]]
+) -> None:
+    recorder = Recorder()
+    for request_id, prompt, num_new, *width in requests:
+        recorder.pending.append(request(request_id, prompt, num_new, beam_width=[*width, 1][0]))
+    recorder.stops = set(stops)
+    serve(recorder, model_type=V1, max_beam_width=2)
+    assert [
+        (stats["Total Generation Tokens"], stats["Empty Generation Slots"])
         for stats in recorder.stats
-    ]
-    assert seen == [(3, 3, 4, 0, 0), (2, 0, 0, 2, 1), (1, 0, 0, 1, 2), (1, 0, 0, 1, 2)]
-    only_in_flight = {"Generation Requests", "MicroBatch ID", "Paused Requests"}
-    assert not only_in_flight & set(recorder.stats[0])
+    ] == seen
+    num_prompt_tokens = sum(len(prompt) for _, prompt, *_ in requests)
+    assert recorder.stats[0]["Total Context Tokens"] == num_prompt_tokens
+    assert not {"Generation Requests", "MicroBatch ID", "Paused Requests"} & set(recorder.stats[0])
 
 
 def test_v1_has_no_empty_slots_while_idle() -> None:
@@ -131,22 +146,6 @@ def test_v1_has_no_empty_slots_while_idle() -> None:
         while '"Empty Generation Slots": 0' not in manager.stats_json:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-
-
-def test_v1_slot_of_a_request_that_waits_for_another_beam_width_is_not_empty() -> None:
-    """Requests 1 and 3 run together; 2 has two beams and generates after both."""
-    requests = [request(1, [1], 3), request(2, [50, 51], 4, beam_width=2), request(3, [7], 2)]
-    recorder = serve(requests, model_type=V1, max_beam_width=2)
-    seen = [(s["Total Generation Tokens"], s["Empty Generation Slots"]) for s in recorder.stats]
-    assert seen == [(0, 0), (2, 0), (1, 1), (1, 2), (1, 2), (1, 2)]
-
-
-def test_v1_stopped_request_leaves_its_slot_empty() -> None:
-    recorder = Recorder([request(1, [1], 200), request(2, [50], 4)])
-    recorder.stops = {1}
-    serve(recorder, model_type=V1)
-    assert recorder.responses[1] == [([1, 2], True, "")]
-    assert [stats["Empty Generation Slots"] for stats in recorder.stats] == [0, 1, 1, 1]
 
 
 def test_v1_batch_size_is_kept_in_turns_that_only_read_tokens() -> None:
