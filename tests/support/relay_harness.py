@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from support.triton_harness import WAIT
+from support.triton_harness import WAIT, responses_of
 from support.triton_stub import FakePbUtils, FakeRequest, FakeSender
 
 from inflight_backend.triton.relay_server import RelayConnection, RelayListener
@@ -97,8 +97,8 @@ def tensors_of(sender: FakeSender) -> list[dict[str, Any]]:
     """The tensors of every response, as lists; none may be an error."""
     assert [response.error for response in sender.responses] == [None] * len(sender.responses)
     return [
-        {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors}
-        for response in sender.responses
+        {name: tensor.tolist() for name, tensor in response.items()}
+        for response in responses_of(sender)
     ]
 
 

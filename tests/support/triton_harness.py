@@ -133,24 +133,26 @@ def full_disk(status_file: Path) -> Iterator[None]:
         scratch.rmdir()
 
 
-def ids_of(sender: FakeSender) -> list[int]:
+def responses_of(sender: FakeSender) -> list[dict[str, Any]]:
+    """The tensors of every response, by name; an error has none."""
     return [
-        token
+        {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
         for response in sender.responses
-        for tensor in response.output_tensors
-        if tensor.name() == "output_ids"
-        for token in tensor.as_numpy().reshape(-1).tolist()
     ]
 
 
+def values_of(sender: FakeSender, name: str) -> list[Any]:
+    """What all responses say in tensor ``name``, one after the other."""
+    tensors = (response[name] for response in responses_of(sender) if name in response)
+    return [value for tensor in tensors for value in tensor.reshape(-1).tolist()]
+
+
+def ids_of(sender: FakeSender) -> list[int]:
+    return values_of(sender, "output_ids")
+
+
 def text_of(sender: FakeSender) -> str:
-    return "".join(
-        piece.decode()
-        for response in sender.responses
-        for tensor in response.output_tensors
-        if tensor.name() == "text_output"
-        for piece in tensor.as_numpy().reshape(-1)
-    )
+    return b"".join(values_of(sender, "text_output")).decode()
 
 
 def error_of(sender: FakeSender) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from support.triton_harness import (
     Server,
     error_of,
     ids_of,
+    responses_of,
     text_of,
     wait_until,
 )
@@ -255,9 +257,8 @@ def test_several_sequences_are_one_request(server: Server, is_streaming: bool) -
     assert seeds == {-1, 0, 1}  # as signed numbers
     assert len(sequences_of(server.ask("many", input_ids=[4], num_return_sequences=2))) == 2
     named = ("output_ids", "sequence_length", "sequence_index", "batch_index")
-    (response,) = server.ask(outputs=named, input_ids=[4], request_output_len=1).responses
-    shapes = {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors}
-    assert (shapes["batch_index"], shapes["sequence_index"]) == ([[0]], [[0]])
+    (tensors,) = responses_of(server.ask(outputs=named, input_ids=[4], request_output_len=1))
+    assert tensors["batch_index"].tolist() == tensors["sequence_index"].tolist() == [[0]]
 
 
 def test_sequences_share_what_is_read_of_long_lists(server: Server) -> None:
@@ -344,8 +345,7 @@ def test_stop_words_in_the_text_end_the_request(server: Server, is_streaming: bo
         stream=is_streaming, stop_words=["", "9 10"], exclude_input_in_output=True,
     )  # fmt: skip
     assert text_of(sender) == " 6 7 8 "
-    last = sender.responses[-1].output_tensors[-1]
-    assert (last.name(), last.as_numpy().item()) == ("finish_reason", b"stop_words")
+    assert responses_of(sender)[-1]["finish_reason"].item() == b"stop_words"
     # The engine may run on until the stop is heard, not to the end.
     assert server.engine._last_token[0] < 200
 
@@ -371,8 +371,7 @@ def test_a_special_token_is_a_stop_word_though_no_text_shows_it(
     assert ids_of(sender) == list(range(6, 6 + num_new))
     shown = {"no": "6 8 9 10 11", "11<end>": "6 8 9 10", "9": "6 8"}
     assert text_of(sender).split() == shown[words[0]].split()
-    [reason] = [t for t in sender.responses[-1].output_tensors if t.name() == "finish_reason"]
-    assert reason.as_numpy().item() == b"stop_words"
+    assert responses_of(sender)[-1]["finish_reason"].item() == b"stop_words"
 
 
 @pytest.mark.contract("tensorrt_llm input", "embedding_bias")
@@ -404,11 +403,11 @@ def ask(server: Server, **tensors: Any) -> FakeSender:
 
 def answers_of(sender: FakeSender) -> dict[tuple[int, int], list[int]]:
     """Tokens by row and sequence."""
-    answers: dict[tuple[int, int], list[int]] = {}
-    for response in sender.responses:
-        tensors = {t.name(): t.as_numpy().reshape(-1).tolist() for t in response.output_tensors}
-        place = (tensors["batch_index"][0], tensors.get("sequence_index", [0])[0])
-        answers.setdefault(place, []).extend(tensors["output_ids"])
+    answers: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for tensors in responses_of(sender):
+        sequence = tensors["sequence_index"].item() if "sequence_index" in tensors else 0
+        place = tensors["batch_index"].item(), sequence
+        answers[place] += tensors["output_ids"].reshape(-1).tolist()
     return answers
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from support.triton_harness import Gate, wait_until
+from support.triton_harness import Gate, values_of, wait_until
 from support.triton_stub import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 
 from inflight_backend import errors as errors_module
@@ -192,13 +192,7 @@ def test_the_tokens_of_answers_are_counted_as_their_clients_count_them(
             request_output_len=200, streaming=is_streaming, exclude_input_in_output=True, **ending,
         )  # fmt: skip
         assert sender.responses[-1].error is None, sender.responses[-1].error
-        lengths = [
-            int(tensor.as_numpy().sum())
-            for response in sender.responses
-            for tensor in response.output_tensors
-            if tensor.name() == "sequence_length"
-        ]
-        assert sum(lengths) == num_tokens, ending
+        assert sum(values_of(sender, "sequence_length")) == num_tokens, ending
     counts = FakePbUtils.families[OUTPUT_LENGTHS.name]
     wait_until(lambda: len(counts.observed) == len(endings) + 2)
     assert sorted(counts.observed) == sorted([6, 4, 4, 4, 2, 3, 2, 2, 200])

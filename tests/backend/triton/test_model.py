@@ -18,6 +18,7 @@ from support.triton_harness import (
     Server,
     error_of,
     ids_of,
+    responses_of,
     text_of,
     wait_until,
 )
@@ -86,15 +87,13 @@ def test_who_names_no_outputs_reads_zeros_of_what_it_did_not_ask_for(
     """As clients of tensorrtllm_backend up to v0.13 do; who names outputs gets just those."""
     asked: dict[str, Any] = {"input_ids": [1, 2], "request_output_len": 3}
     asked["exclude_input_in_output"] = is_excluded
-    [response] = server.ask(**asked).responses
-    tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
+    [tensors] = responses_of(server.ask(**asked))
     for name, shape in (ZEROS | {"output_log_probs": (1, 1, 3)}).items():
         assert tensors[name].shape == shape, name
         assert tensors[name].dtype == np.float32
         assert not tensors[name].any()
-    [response] = server.ask(outputs=("output_ids", "sequence_length"), **asked).responses
-    names = [tensor.name() for tensor in response.output_tensors]
-    assert names == ["output_ids", "sequence_length"]
+    [tensors] = responses_of(server.ask(outputs=("output_ids", "sequence_length"), **asked))
+    assert list(tensors) == ["output_ids", "sequence_length"]
 
 
 def test_drafts_of_a_client_come_back_as_far_as_they_are_right(server: Server) -> None:
@@ -107,10 +106,10 @@ def test_drafts_of_a_client_come_back_as_far_as_they_are_right(server: Server) -
     first = sender.responses[0].output_tensors[0].as_numpy()
     assert first.reshape(-1).tolist()[:4] == [4, 5, 6, 7]  # later tokens may have joined them
     assert ids_of(sender) == list(range(4, 12))
-    tensors = sender.responses[-1].output_tensors
-    last = {t.name(): t.as_numpy().item() for t in tensors if t.as_numpy().size == 1}
-    assert (last["total_draft_tokens"], last["total_accepted_draft_tokens"]) == (4, 3)
-    assert last["acceptance_rate"] == 0.75
+    last = responses_of(sender)[-1]
+    for name, value in (("draft_tokens", 4), ("accepted_draft_tokens", 3)):
+        assert last[f"total_{name}"].item() == value
+    assert last["acceptance_rate"].item() == 0.75
     text, code = error_of(server.ask(draft_input_ids=[4] * 9, **values))
     assert "'draft_input_ids' holds 9 tokens, more than max_draft_len = 8" in text
     assert code == FakePbUtils.TritonError.INVALID_ARG
@@ -194,10 +193,9 @@ def test_the_reason_comes_with_the_last_response_to_who_asks(server: Server) -> 
     sender = server.ask(
         input_ids=[1, 2], request_output_len=3, streaming=True, return_finish_reason=True
     )
-    named = [[each.name() for each in response.output_tensors] for response in sender.responses]
-    assert ["finish_reason" in names for names in named] == [False] * (len(named) - 1) + [True]
-    values = {each.name(): each.as_numpy() for each in sender.responses[-1].output_tensors}
-    assert values["finish_reason"].item() == b"length"
+    *others, last = responses_of(sender)
+    assert not any("finish_reason" in tensors for tensors in others)
+    assert last["finish_reason"].item() == b"length"
 
 
 def last_line() -> dict[str, Any]:

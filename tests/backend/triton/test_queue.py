@@ -17,7 +17,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.guided_answers import HeldCompiler
 from support.scheduler_world import World
-from support.triton_harness import WAIT, Gate, Server, error_of, wait_until, wait_until_queued
+from support.triton_harness import (
+    WAIT,
+    Gate,
+    Server,
+    error_of,
+    responses_of,
+    wait_until,
+    wait_until_queued,
+)
 from support.triton_stub import CountingEngine, FakePbUtils, FakeSender
 
 from inflight_backend.engine import Engine, EngineConfig
@@ -301,13 +309,6 @@ def server(make_server: MakeServer, gate: Gate, monkeypatch: pytest.MonkeyPatch)
     return make_server(engine, max_beam_width="3", tokenizer_dir=str(DEMO_MODEL))
 
 
-def tensors_of(sender: FakeSender) -> dict[str, Any]:
-    """Those of the only response."""
-    [response] = sender.responses
-    assert response.error is None
-    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
-
-
 @pytest.mark.parametrize(
     "wants",
     [
@@ -328,7 +329,7 @@ def test_it_has_every_output_it_asked_for(
     server: Server, gate: Gate, wants: dict[str, Any]
 ) -> None:
     values = {"input_ids": PROMPT, "request_output_len": 3, **wants}
-    whole = tensors_of(server.ask(**values))
+    [whole] = responses_of(server.ask(**values))
     gate.close_after(0)
     busy = server.send(input_ids=[5], request_output_len=2)
     assert gate.is_reached.wait(WAIT)
@@ -338,7 +339,7 @@ def test_it_has_every_output_it_asked_for(
     assert late.is_final.wait(WAIT)
     gate.set()
     assert busy.is_final.wait(WAIT)
-    sent = tensors_of(late)
+    [sent] = responses_of(late)
     assert sent.keys() == whole.keys()
     for name, tensor in sent.items():
         assert tensor.dtype == whole[name].dtype, name

@@ -10,7 +10,7 @@ import pytest
 from backend.triton.conftest import MakeServer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.triton_harness import Server, error_of, ids_of
+from support.triton_harness import Server, error_of, ids_of, responses_of
 from support.triton_stub import FakePbUtils, FakeSender
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -31,13 +31,6 @@ OUTPUTS = frozenset(
 
 def stream_to(sender: FakeSender) -> ResponseSender:
     return ResponseSender(sender, ResponseFactory(FakePbUtils))
-
-
-def responses_of(sender: FakeSender) -> list[dict[str, np.ndarray[Any, Any]]]:
-    return [
-        {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
-        for response in sender.responses
-    ]
 
 
 @pytest.fixture(scope="module")
