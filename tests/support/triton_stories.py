@@ -88,7 +88,7 @@ class SteppedEngine(CountingEngine):
         try:
             return super().submit(batch)
         except Exception as error:
-            return LostStep(error)
+            return CountedStep([], error=error)
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         return self.steps.take(super().execute, batch)
@@ -112,16 +112,6 @@ def stepped_demo() -> tuple[Any, Steps]:
 
     engine.submit = submit
     return engine, steps
-
-
-class LostStep(CountedStep):
-    """A submitted step that fails."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def read(self) -> list[int]:
-        raise self._error
 
 
 class StrictSender(FakeSender):

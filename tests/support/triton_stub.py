@@ -19,26 +19,19 @@ from inflight_scheduler import NO_OUTPUTS, ScheduledBatch, SlotSetup
 
 @dataclass(frozen=True)
 class CountedStep:
-    """The tokens of a step that has run when it was submitted."""
+    """The tokens of a step that has run when it was submitted; with ``error`` nobody gets them."""
 
     tokens: list[int]
     outputs: StepOutputs | None = None
+    error: Exception | None = None
 
     def read(self) -> list[int]:
-        """All of them."""
+        if self.error is not None:
+            raise self.error
         return self.tokens
 
     def read_outputs(self) -> StepOutputs | None:
-        """What came beside them."""
         return self.outputs
-
-
-class LostStep(CountedStep):
-    """It failed after it was begun: nobody gets its tokens."""
-
-    def read(self) -> list[int]:
-        """Raises."""
-        raise RuntimeError("the step is lost")
 
 
 class CountingEngine:
@@ -70,7 +63,6 @@ class CountingEngine:
         self._setups: dict[int, SlotSetup] = {}
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
-        """Count on."""
         if self.before_step is not None:
             self.before_step(batch)
         self.batches.append(batch)
@@ -86,7 +78,6 @@ class CountingEngine:
         return tokens
 
     def submit(self, batch: ScheduledBatch) -> CountedStep:
-        """Count on; the answer is read later."""
         return CountedStep(self.execute(batch), self._outputs_of(batch))
 
     def _outputs_of(self, batch: ScheduledBatch) -> StepOutputs | None:
@@ -122,7 +113,6 @@ class CountingEngine:
         """There are no logits."""
 
     def memory_usage(self) -> MemoryUsage:
-        """Nothing worth mentioning."""
         return MemoryUsage()
 
     def _step(self, slot: int) -> int:
@@ -140,11 +130,9 @@ class FakeTensor:
     is_on_gpu: bool = False
 
     def name(self) -> str:
-        """Its name."""
         return self.tensor_name
 
     def is_cpu(self) -> bool:
-        """Whether its values can be read."""
         return not self.is_on_gpu
 
     def as_numpy(self) -> Any:
@@ -180,15 +168,12 @@ class FakeMetric:
         self._key = key
 
     def set(self, value: float) -> None:
-        """Of a gauge."""
         self._family.values[self._key] = value
 
     def increment(self, value: float) -> None:
-        """Of a counter."""
         self._family.values[self._key] = self._family.values.get(self._key, 0) + value
 
     def observe(self, value: float) -> None:
-        """Of a histogram."""
         self._family.observed.append(value)
 
 
@@ -221,7 +206,6 @@ class FakeLogger:
 
     @classmethod
     def log_verbose(cls, line: str) -> None:
-        """A line that Triton writes when it is verbose."""
         cls.lines.append(line)
 
 
@@ -280,7 +264,6 @@ class FailingSender(FakeSender):
         self._num_good = num_good
 
     def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
-        """Send, or raise."""
         self.num_finals += bool(flags)
         self._num_good -= 1
         if self.num_failures and flags >= self._flags and self._num_good < 0:
@@ -298,7 +281,6 @@ class HeldSender(FakeSender):
         self._flags = flags
 
     def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
-        """Wait, then send."""
         if flags >= self._flags:
             self.is_held.set()
             assert self.release.wait(180)
@@ -322,21 +304,16 @@ class FakeRequest:
         self.sender = FakeSender()
 
     def inputs(self) -> list[FakeTensor]:
-        """Its input tensors."""
         return self._tensors
 
     def request_id(self) -> str:
-        """The client's id, "" if none."""
         return self._request_id
 
     def parameters(self) -> str:
-        """The parameters of the request as JSON."""
         return self._parameters
 
     def requested_output_names(self) -> list[str]:
-        """What the client asked for."""
         return list(self._outputs)
 
     def get_response_sender(self) -> FakeSender:
-        """Where its responses go."""
         return self.sender

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from support.manager_harness import (
     STEP_FAILED,
     WAIT,
     GatedEngine,
-    Once,
     Recorder,
     assert_serves,
     fail_once,
@@ -228,11 +226,8 @@ class _Failing(CountingEngine):
     def submit(self, batch: ScheduledBatch) -> CountedStep:
         step = super().submit(batch)
         self._fail("submit", batch)
-        if self._place == "read" and batch.iteration == 1:
-            once = Once(step.read, self._error)
-            once.arm()
-            return SimpleNamespace(read=once)  # type: ignore[return-value]
-        return step
+        is_lost = self._place == "read" and batch.iteration == 1
+        return dataclasses.replace(step, error=self._error if is_lost else None)
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         self._fail("execute", batch)

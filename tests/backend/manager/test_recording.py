@@ -7,7 +7,7 @@ import os
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,19 +163,6 @@ def test_why_and_recording_are_answered_during_and_after_the_run() -> None:
     assert str(replay(ring_of(lines))) == "identical, 5 iterations (1 request, 0 pauses)"
 
 
-@dataclass(frozen=True)
-class BadStep(CountedStep):
-    """Its numbers have failed, or it is lost."""
-
-    is_lost: bool = False
-
-    def read(self) -> list[int]:
-        """No token for anybody."""
-        if self.is_lost:
-            raise RuntimeError("the step is lost")
-        return [-1] * len(self.tokens)
-
-
 class EngineThatFailsOnce(CountingEngine):
     """Overlapped; the step with the number ``bad_step`` goes wrong."""
 
@@ -187,10 +174,12 @@ class EngineThatFailsOnce(CountingEngine):
 
     def submit(self, batch: ScheduledBatch) -> CountedStep:
         """Count on; the answer is read later."""
-        tokens = self.execute(batch)
-        if len(self.batches) == self._bad_step and self._fault:
-            return BadStep(tokens, is_lost=self._fault == "lost")
-        return CountedStep(tokens)
+        step = super().submit(batch)
+        if len(self.batches) != self._bad_step or not self._fault:
+            return step
+        if self._fault == "lost":
+            return replace(step, error=RuntimeError("the step is lost"))
+        return replace(step, tokens=[-1] * len(step.tokens))
 
 
 class Pausing(Recorder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from support.manager_harness import (
     serve,
     small_engine,
 )
-from support.triton_stub import CountedStep, CountingEngine, LostStep
+from support.triton_stub import CountedStep, CountingEngine
 
 from inflight_backend.manager.parameters import (
     KvCacheConfig,
@@ -54,7 +55,8 @@ class LosingEngine(CountingEngine):
     def submit(self, batch: ScheduledBatch) -> CountedStep:
         """Count on; the answer is read later."""
         step = super().submit(batch)
-        return LostStep(step.tokens) if len(self.batches) == self._lost_step else step
+        error = RuntimeError("the step is lost")
+        return replace(step, error=error) if len(self.batches) == self._lost_step else step
 
 
 @pytest.mark.case(86)

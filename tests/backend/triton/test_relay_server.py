@@ -21,14 +21,11 @@ from support.triton_stub import CountingEngine
 
 from inflight_backend.triton import relay_server as module
 from inflight_backend.triton import relay_wire
-from inflight_backend.triton.relay_server import RelayConnection
 from inflight_backend.triton.relay_wire import (
-    RelayedRequest,
     RelayedResponse,
     address_of,
     connect,
     pack,
-    read_messages,
 )
 
 PART = RelayedResponse({"output_ids": np.zeros((1, 1, 100), dtype=np.int32)})
@@ -88,18 +85,6 @@ def test_errors_keep_their_code(
     assert response.error.startswith(message)
     assert response.code == code
     assert ids_in(answer_to(packed(3))) == [2, 3, 4]
-
-
-def test_a_request_whose_relay_has_gone_ends(make_server: MakeServer) -> None:
-    engine = CountingEngine(
-        num_blocks=9000, max_seq_len=9000, before_step=lambda batch: time.sleep(0.001)
-    )
-    server = make_server(engine)
-    with asking(packed(8000)) as connection:
-        assert next(read_messages(connection))
-    wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
-    assert len(engine.batches) < 7000
-    wait_until(lambda: server.model._relays.num_open == 0)
 
 
 @pytest.mark.parametrize("message", [pack(PART), b"\0" * 7 + b"\1{"], ids=["response", "nonsense"])
@@ -172,32 +157,3 @@ def test_no_request_is_lost_while_the_model_is_loaded_again(
     for each in asking:
         each.result()
     assert {tuple(ids_in(answer)) for answer in answers} == {(2, 3, 4)}
-
-
-def test_a_send_never_waits_and_what_has_no_room_is_written_when_there_is() -> None:
-    """The server leaves when all connections are done."""
-    here, there = socket.socketpair()
-    with here:
-        has_room = threading.Event()
-        connection = RelayConnection(there, has_room.set)
-        here.sendall(packed(3))
-        assert isinstance(connection.read_request(), RelayedRequest)
-        thread = threading.Thread(target=connection.write_the_rest)
-        assert not connection.is_done, "there is more to come"
-        num_sent = 0
-        while not connection.is_behind:
-            connection.send(PART)
-            num_sent += 1
-        connection.send(PART, flags=1)
-        assert not connection.is_done, "the end is not written"
-        thread.start()
-        answer = answer_on(here)
-        assert len(answer) == num_sent + 1
-        wait_until(lambda: connection.is_done)
-        assert has_room.is_set()
-        assert not connection.is_cancelled()
-        assert thread.is_alive(), "until the relay has passed the end on"
-    thread.join(WAIT)
-    assert connection.is_cancelled()
-    connection.close()
-    assert connection.is_cancelled()
