@@ -91,35 +91,29 @@ def params_with(path: Path, **changes: Any) -> TrtGptModelOptionalParams:
     )
 
 
-def assert_nothing_stays(manager: GptManager) -> None:
-    """Checked on the manager's thread, between two iterations."""
-
-    def check() -> None:
-        assert manager.get_num_active_requests() == 0
-        assert manager._batcher.is_idle_and_intact()
-        assert not manager._rules
-        assert manager._gatherer._gathered == {}
-        assert manager._stop_words._watched == {}
-        flight_recorder = manager._batcher.recorder
-        assert flight_recorder._came_ns == {}
-        assert flight_recorder._arrivals == []
-        assert flight_recorder._searches == {}
-
-    manager._calls.call_soon(check).result(WAIT)
-
-
-def what_stays_of(request_id: int, manager: GptManager) -> list[str]:
-    """The parts that still know a request that has ended."""
+def what_stays(manager: GptManager) -> dict[str, Collection[int]]:
+    """The ids that the parts know."""
     flight_recorder = manager._batcher.recorder
-    ids_of: dict[str, Collection[Any]] = {
+    return {
         "active": [each.request_id for each in manager._active],
         "gatherer": manager._gatherer._gathered,
         "stop words": manager._stop_words._watched,
         "processors": manager._rules.processors._chosen,
         "recorder": [each.request_id for each in flight_recorder._arrivals],
         "arrival times": flight_recorder._came_ns,
+        "searches": flight_recorder._searches,
     }
-    return [name for name, ids in ids_of.items() if request_id in ids]
+
+
+def assert_nothing_stays(manager: GptManager) -> None:
+    """Checked on the manager's thread, between two iterations."""
+
+    def check() -> None:
+        assert manager.get_num_active_requests() == 0
+        assert manager._batcher.is_idle_and_intact()
+        assert not any(what_stays(manager).values())
+
+    manager._calls.call_soon(check).result(WAIT)
 
 
 @pytest.mark.case(89, 117, 118)
@@ -143,7 +137,8 @@ def test_request_whose_intake_fails_ends_alone(
             recorder.pending += [demanding(2), victim, demanding(4)]
         if request_id == VICTIM and is_final and spoiler.num_left == 0:
             spoiler.num_left = -1
-            left.extend(what_stays_of(VICTIM, managers.get(timeout=WAIT)))
+            known = what_stays(managers.get(timeout=WAIT))
+            left.extend(name for name, ids in known.items() if VICTIM in ids)
             recorder.pending.append(victim)
 
     left: list[str] = []
