@@ -48,7 +48,12 @@ from inflight_backend.manager.parameters import TrtGptModelOptionalParams, check
 from inflight_backend.manager.responses import QueuedResponse, make_tensors
 from inflight_backend.manager.statistics import EventCounter, IterationStats, LengthHistograms
 from inflight_backend.manager.step_loop import StepLoop
-from inflight_backend.manager.wait_reasons import WaitReasons, describe_wait, expiry_error
+from inflight_backend.manager.wait_reasons import (
+    WaitReasons,
+    describe_wait,
+    expiry_error,
+    why_queued,
+)
 from inflight_backend.requests.inference_request import (
     GetInferenceRequestsCallback,
     InferenceRequest,
@@ -316,6 +321,10 @@ class GptManager:
     def get_num_active_requests(self) -> int:
         """Requests accepted and not finished."""
         return len(self._active) + len(self._intake)
+
+    def why_queued(self) -> str:
+        """Why a request that was not fetched yet has to wait; from any thread."""
+        return why_queued(self.get_num_active_requests(), self.max_num_requests)
 
     def wake(self) -> None:
         """Poll for requests and stop signals now, also while idle; from any thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from inflight_backend.errors import CapacityExceeded, ErrorText
 from inflight_protocol import NOT_IN_FLIGHT as NOT_IN_FLIGHT_STATE
@@ -18,15 +18,6 @@ NOT_IN_FLIGHT: dict[str, Any] = {
     "state": NOT_IN_FLIGHT_STATE,
     "reason": "no request with this id waits or runs (it has ended, or never was)",
 }
-
-
-class QueuePosition(Protocol):
-    """The places for active requests; `GptManager` has them."""
-
-    max_num_requests: int
-
-    def get_num_active_requests(self) -> int:
-        """Places that are taken; from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +75,9 @@ def describe_wait(batcher: Batcher, *request_ids: int) -> dict[str, Any]:
     return answer
 
 
-def why_queued(places: QueuePosition) -> str:
-    """Why a request is still in the queue of the Triton model."""
-    num_taken, num_places = places.get_num_active_requests(), places.max_num_requests
+def why_queued(num_taken: int, num_places: int) -> str:
+    """Why a request is still in the queue before the batch manager, of whose places some or all are
+    taken."""
     if num_taken < num_places:
         taken = f"{num_taken} of {num_places} places of max_batch_size are taken"
         return f"the iteration that runs has not ended ({taken})"

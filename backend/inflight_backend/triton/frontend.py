@@ -22,7 +22,7 @@ from inflight_backend.errors import CapacityExceeded, ErrorText, InvalidRequest,
 from inflight_backend.log import get_logger
 from inflight_backend.manager.responses import make_unstarted_tensors
 from inflight_backend.manager.statistics import EventCounter
-from inflight_backend.manager.wait_reasons import PREPARING, why_queued
+from inflight_backend.manager.wait_reasons import PREPARING
 from inflight_backend.requests.inference_request import Array, InferenceRequest
 from inflight_backend.requests.validation import validate
 from inflight_backend.text.tokenizer import TextCodec
@@ -219,7 +219,7 @@ class Frontend:
         """End the requests whose deadline has passed in the queue, with an error that says why."""
         for overdue in self._queue.take_overdue():
             place = f"place {overdue.place} of {overdue.num_waiting} in the queue"
-            why = why_queued(self._manager) if overdue.request.is_ready else PREPARING
+            why = self._manager.why_queued() if overdue.request.is_ready else PREPARING
             error = CapacityExceeded(f"not started before its deadline: {place}, and {why}")
             number = overdue.request.request_id
             self._dispatcher.send_response(number, (), True, ErrorText.of(error))
