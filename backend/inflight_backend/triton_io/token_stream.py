@@ -173,33 +173,29 @@ class TextWriter:
     ) -> tuple[str, int]:
         """The text before a stop word, and how many of the tokens it took to complete that.
 
-        Token by token: it depends on none that comes later. ``ahead``: tokens that were drawn after
-        ``ids``, and are text only if that stops in them.
+        ``ahead``: tokens that were drawn after ``ids``, and are text only if that stops in them.
         """
-        text, num_used = _push_until_hit(stop, self.detokenizer, ids)
-        if stop.is_hit:
-            return text, num_used
-        if ahead:
+        tokens = [*ids, *ahead]
+        before = (self.detokenizer.fork(), stop.fork()) if len(tokens) > 1 else None
+        text = stop.push(self.detokenizer.push(ids), is_final=False)
+        if ahead and not stop.is_hit:
             looking = stop.fork()
-            more, num_ahead = _push_until_hit(looking, self.detokenizer.fork(), ahead)
+            more = looking.push(self.detokenizer.fork().push(ahead), is_final=False)
             if looking.is_hit:
-                self.stop_text = looking
-                return text + more, num_used + num_ahead
-        if is_final:
-            text += stop.push(self.detokenizer.finish(), is_final=True)
+                self.stop_text = stop = looking
+                text += more
+        if not stop.is_hit:
+            if is_final:
+                text += stop.push(self.detokenizer.finish(), is_final=True)
+            return text, len(ids)
+        num_used = len(tokens)
+        if before is not None:  # once more, token by token: which one was it?
+            detokenizer, again = before
+            num_used = 0
+            while not again.is_hit and num_used < len(tokens):
+                again.push(detokenizer.push(tokens[num_used : num_used + 1]), is_final=False)
+                num_used += 1
         return text, num_used
-
-
-def _push_until_hit(
-    stop: StopText, detokenizer: IncrementalDetokenizer, ids: Sequence[int]
-) -> tuple[str, int]:
-    """The text that ``ids`` make certain, and how many were pushed."""
-    text = ""
-    for number, token in enumerate(ids, start=1):
-        text += stop.push(detokenizer.push((token,)), is_final=False)
-        if stop.is_hit:
-            return text, number
-    return text, len(ids)
 
 
 @dataclass(slots=True)
