@@ -333,7 +333,7 @@ class Batcher:
             max_seq_len=self.engine.max_seq_len,
             max_queue_seconds=params.max_queue_seconds,
             max_run_seconds=params.max_run_seconds,
-            check_processor=self.rules.processors.check,
+            check_processor=self.rules.check,
             max_beam_width=self.max_beam_width,
             folds_ids=params.out_of_vocabulary == "fold",
             max_draft_len=params.speculative_decoding_config.max_draft_len
@@ -367,7 +367,7 @@ class Batcher:
             config,
             self.block_manager,
             self.engine.max_num_tokens,
-            lambda request: self.rules.has_any(request.request_id),
+            lambda request: request.request_id in self.rules,
         )
 
     def _make_settings(self, params: TrtGptModelOptionalParams) -> Settings:

@@ -255,7 +255,7 @@ class GptManager:
             engine.vocab_size,
         )
         self._rules = self._batcher.rules
-        self._rules.guides.tokenizer_end_id = self._guide_service.end_id
+        self._rules.mask_maker.tokenizer_end_id = self._guide_service.end_id
         self.model_type = model_type
         self.limits = self._batcher.make_limits(
             exclude_input_in_output=exclude_input_in_output,
@@ -480,9 +480,7 @@ class GptManager:
     ) -> None:
         """Make a request known to all parts of the manager, or to none."""
         try:
-            if guide is not None:
-                self._rules.guides.add(request.request_id, guide)
-            self._rules.processors.add(request)
+            self._rules.add(request, guide)
             self._active.add(llm_request)
             self._deadlines.add(llm_request)
             if llm_request.beams is None:  # a beam search checks them in each beam

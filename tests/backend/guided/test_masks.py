@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import random
 import re
 import shutil
@@ -25,6 +26,7 @@ from support.guided_answers import (
     Answer,
     HeldCompiler,
     make_service,
+    mask_maker,
 )
 from support.manager_harness import Recorder, request, running
 
@@ -32,7 +34,6 @@ from inflight_backend.guided import masks as masks_module
 from inflight_backend.guided import matchers
 from inflight_backend.guided.compiler import GuidedDecodingConfig
 from inflight_backend.guided.guide import Guide
-from inflight_backend.guided.masks import AnswerGuides
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
@@ -324,7 +325,7 @@ def test_other_requests_are_served_while_a_grammar_is_compiled(
     ("place", "error"),
     [
         ("compiler.to_grammar", "'guided_decoding_guide' could not be compiled: the server failed"),
-        ("masks.AnswerGuides.add", "the request could not be taken"),
+        ("masks.GuidedAnswer.__init__", "the request could not be taken"),
     ],
 )
 def test_a_guide_that_cannot_be_taken_ends_its_request_only(
@@ -333,11 +334,10 @@ def test_a_guide_that_cannot_be_taken_ends_its_request_only(
     """In the library, or once it is compiled; sent again, it is compiled again."""
     requests = [ask(2, "regex", "abcd"), ask(3, "regex", "abc"), ask(4, num_new=8)]
     with monkeypatch.context() as patch:
-        is_mine = (Guide(REGEX, "abcd"), 2)
-        real: Any = matchers.to_grammar if place.startswith("compiler") else AnswerGuides.add
+        real: Any = pkgutil.resolve_name(f"inflight_backend.guided.{place}")
 
         def fail(*args: Any) -> Any:
-            if args[0] in is_mine or args[1:2] == (2,):
+            if args[-1] == Guide(REGEX, "abcd") or "abcd" in getattr(args[-1], "grammar", ""):
                 raise BaseException("as a panic of a library in Rust")
             return real(*args)
 
@@ -370,20 +370,17 @@ class Answers:
 
     def __init__(self, guide: Guide, num_answers: int = 8) -> None:
         self._random = random.Random(1)
-        self._guides = AnswerGuides(VOCAB_SIZE)
-        service = make_service()
-        self._answers = [
-            Answer(guide, service, self._guides, number) for number in range(num_answers)
-        ]
+        self._mask_maker, service = mask_maker(), make_service()
+        self._answers = [Answer(guide, service) for _ in range(num_answers)]
 
     def errors(self) -> list[str]:
         """Of those that cannot continue."""
-        found = [self._guides.error_of(each.request.request_id) for each in self._answers]
-        return [error for error in found if error]
+        return [each.state.error for each in self._answers if each.state.error]
 
     def step(self) -> None:
         """A token for each that can continue."""
-        rows = self._guides.masks([(n, each.request) for n, each in enumerate(self._answers)], {})
+        guided = [(n, each.request, each.state) for n, each in enumerate(self._answers)]
+        rows = self._mask_maker.masks(guided, {})
         for answer, row in zip(self._answers, rows, strict=True):
             if allowed := sorted(answer.allowed_by(row) - {END}):
                 answer.request.add_new_token(self._random.choice(allowed))

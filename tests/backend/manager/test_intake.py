@@ -13,7 +13,7 @@ from support.triton_harness import wait_until
 
 from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.health import DeadlineWatch
-from inflight_backend.manager.logits_processors import ActiveProcessors
+from inflight_backend.manager.logits_processors import LogitsHooks
 from inflight_backend.manager.output_gatherer import OutputGatherer
 from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
@@ -31,8 +31,8 @@ VICTIM = 3
 
 # Where a request is handled on its way in: class and method; its first argument is the request.
 PLACES: dict[str, tuple[type, str]] = {
-    "validate": (ActiveProcessors, "check"),
-    "processors": (ActiveProcessors, "add"),
+    "validate": (LogitsHooks, "check"),
+    "processors": (LogitsHooks, "add"),
     "active": (ActiveRequests, "add"),
     "deadlines": (DeadlineWatch, "add"),
     "stop words": (StopWordWatch, "add"),
@@ -98,7 +98,7 @@ def what_stays(manager: GptManager) -> dict[str, Collection[int]]:
         "active": [each.request_id for each in manager._active],
         "gatherer": manager._gatherer._gathered,
         "stop words": manager._stop_words._watched,
-        "processors": manager._rules.processors._chosen,
+        "processors": manager._rules._hooks,
         "recorder": [each.request_id for each in flight_recorder._arrivals],
         "arrival times": flight_recorder._came_ns,
         "searches": flight_recorder._searches,

@@ -253,7 +253,7 @@ def test_class_has_an_instance_per_request_and_arguments_may_be_fewer(
     )
     with running(recorder, engine, params=params_of(overlap, processors)) as manager:
         recorder.wait_for_finals(1, 2, 3, 4)
-        assert not manager._rules.processors
+        assert not manager._rules
     assert [recorder.responses[i][-1][2] for i in (1, 2, 3, 4)] == [""] * 4
     assert recorder.tokens(1) == [11, 12, 13, 14, 14]
     assert recorder.tokens(2) == [11, 12, 13, 14]
