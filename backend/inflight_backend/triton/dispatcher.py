@@ -232,14 +232,14 @@ class ResponseDispatcher:
     def _end(self, response: _Response) -> None:
         """End the request of a response in a failed round."""
         request_id, _, is_final, error = response
-        if (stream := self._streams.get(request_id)) is None:
+        if (answer := self._streams.get(request_id)) is None:
             return
         self._pieces.pop(request_id, None)
         self._give_up(request_id)
         if is_final or error:
             del self._streams[request_id]
-            self._on_end(request_id, stream.num_left_out)
-            stream.stream.abandon(_NOT_SENT)
+            self._on_end(request_id, answer.num_left_out)
+            answer.abandon(_NOT_SENT)
 
     def _send_round(self, responses: Sequence[_Response]) -> int:
         """Merge per request and send; how many requests were served.
@@ -277,7 +277,7 @@ class ResponseDispatcher:
     def _send_piece(self, piece: MergedResponse) -> None:
         """Send what is not the end of a request."""
         try:
-            if piece.answer.send(piece.ids, piece.extras.joined(), is_final=False):
+            if piece.answer.send(piece.ids, piece.extras.joined()):
                 self._stop_request(piece.request_id)
         except BaseException:  # one client's stream may break, others must not
             _logger.exception("sending a response of request %d failed", piece.request_id)
@@ -292,18 +292,17 @@ class ResponseDispatcher:
             self._on_end(piece.request_id, piece.answer.num_left_out)
         self._before_ends()
         for piece, tensors in made:
-            sender = piece.answer.stream
+            error = piece.error
             try:
-                if isinstance(piece.error, ErrorText):
-                    sender.send_error(piece.error, piece.error.code)
-                elif piece.error:
-                    sender.send_error(piece.error)
+                if error:
+                    code = error.code if isinstance(error, ErrorText) else "INTERNAL"
+                    piece.answer.finish_with_error(error, code)
                 else:
-                    sender.send(tensors, is_final=True)
+                    piece.answer.finish(tensors)
             except BaseException:
                 _logger.exception("sending the end of request %d failed", piece.request_id)
                 self._give_up(piece.request_id)
-                sender.abandon(_NOT_SENT)
+                piece.answer.abandon(_NOT_SENT)
             del self._streams[piece.request_id]
             self._progress.moved()
 
@@ -313,7 +312,7 @@ class ResponseDispatcher:
             if not piece.error:
                 return piece.answer.make_last(piece.ids, piece.extras.joined())
             if piece.ids:
-                piece.answer.send(piece.ids, piece.extras.joined(), is_final=False)
+                piece.answer.send(piece.ids, piece.extras.joined())
         except BaseException:
             _logger.exception("the end of request %d could not be put together", piece.request_id)
             self._give_up(piece.request_id)
@@ -321,8 +320,8 @@ class ResponseDispatcher:
 
     def _give_up(self, request_id: int) -> None:
         """Stop a request, whose end will be an error; never raises."""
-        if (stream := self._streams.get(request_id)) is not None:
-            stream.stream.end_with(_NOT_SENT)
+        if (answer := self._streams.get(request_id)) is not None:
+            answer.fail(_NOT_SENT)
         try:
             self._stop_request(request_id)
         except BaseException:

@@ -14,7 +14,7 @@ from inflight_backend.triton_io.token_stream import AnswerStream, TextWriter
 from inflight_scheduler import FinishReason
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BeamStream(AnswerStream):
     """All beams of one request; nothing is put together.
 

@@ -13,7 +13,7 @@ from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_io.beam_stream import BeamStream
 from inflight_backend.triton_io.request import Prompt
-from inflight_backend.triton_io.sender import Sender
+from inflight_backend.triton_io.sender import ResponseSender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
 from inflight_backend.triton_io.token_stream import AnswerStream, TextWriter, TokenStream, Zeros
 from inflight_scheduler import LlmRequest, OutputParams
@@ -73,7 +73,7 @@ def _unasked(outputs: OutputParams, requested: frozenset[str]) -> frozenset[str]
 
 
 def make_answer_stream(
-    stream: Sender,
+    stream: ResponseSender,
     request: InferenceRequest,
     prompt: Prompt,
     requested: frozenset[str],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from inflight_backend.requests.tensors import (
     scalar,
 )
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
-from inflight_backend.triton_io.sender import Sender
+from inflight_backend.triton_io.sender import ResponseSender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
 from inflight_scheduler import FinishReason
 
@@ -198,24 +198,29 @@ class TextWriter:
         return text, num_used
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AnswerStream(ABC):
-    """The way back of one request, or of one sequence of it.
+    """The way back of one request, or of one sequence of it; of the dispatcher's thread.
 
     ``outputs`` are the names of the tensors to send, ``final_outputs`` of more that go with the
     last response. ``constants`` go with every response, ``zeros`` with the last one.
     ``num_left_out``: tokens so far that were drawn behind a stop word. ``repeats_all``: each
     response says all that is known, so that one replaces those before it.
+
+    Sequences of one Triton request share its ``stream``, which ends with the last of them, and
+    ``open_``, those that have not ended; ``stop_all`` stops them when one has failed.
     """
 
     repeats_all: ClassVar[bool] = False
 
-    stream: Sender
+    stream: ResponseSender
     outputs: frozenset[str]
     final_outputs: frozenset[str] = frozenset()
     constants: Mapping[str, Array] = field(default_factory=dict)
     zeros: Zeros | None = None
     num_left_out: int = 0
+    open_: set[AnswerStream] = field(default_factory=set)
+    stop_all: Callable[[], None] = lambda: None
 
     def set_index(self, name: str, index: int, *, is_asked: bool) -> None:
         """Which row of its request this is, or which sequence of that: ``name`` is the output.
@@ -226,14 +231,14 @@ class AnswerStream(ABC):
         if is_asked:
             self.outputs |= {name}
 
-    def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
-        """Send what is new since the last call as one response.
+    def send(self, ids: Sequence[int], extras: Mapping[str, Array]) -> bool:
+        """Send what is new since the last call as one response, which is not the last.
 
         True: the text has come to a stop word just now, and the request should be stopped.
         """
-        tensors, is_hit = self._make(ids, extras, is_final)
+        tensors, is_hit = self._make(ids, extras, False)
         if tensors is not None:
-            self.stream.send(tensors, is_final=is_final)
+            self.stream.send(tensors, is_final=False)
         return is_hit
 
     def make_last(self, ids: Sequence[int], extras: Mapping[str, Array]) -> dict[str, Array]:
@@ -242,6 +247,33 @@ class AnswerStream(ABC):
         assert tensors is not None, "the last one always says something"
         return tensors
 
+    def finish(self, tensors: dict[str, Array]) -> None:
+        """Send the last response, and with that of the last sequence the end."""
+        self.stream.send(tensors, is_final=self._is_last())
+
+    def finish_with_error(self, message: str, code: str) -> None:
+        """End this sequence, and the stream with an error once all others have ended."""
+        self.fail(message, code)
+        if self._is_last():
+            self.stream.send_error(message, code)
+
+    def fail(self, message: str, code: str = "INTERNAL") -> None:
+        """Stop all sequences; the end of the last one is this error."""
+        self.stream.end_with(message, code)
+        self.stop_all()
+
+    def abandon(self, message: str) -> None:
+        """After an end that could not be sent: end this sequence and stop the others; never
+        raise."""
+        self.fail(message)
+        if self._is_last():
+            self.stream.abandon(message)
+
+    def _is_last(self) -> bool:
+        """End this sequence; true if all have ended."""
+        self.open_.discard(self)
+        return not self.open_
+
     @abstractmethod
     def _make(
         self, ids: Sequence[int], extras: Mapping[str, Array], is_final: bool
@@ -249,7 +281,7 @@ class AnswerStream(ABC):
         """The response, None if there is nothing to say yet, and whether to stop the request."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TokenStream(AnswerStream):
     """The tokens of one sequence.
 

@@ -88,7 +88,10 @@ def test_a_text_inside_a_stop_word_of_tokens_ends_the_answer_first(
     for start in range(0, len(ids), num_at_once):
         some = ids[start : start + num_at_once]
         extras = extras_of(start + 1, len(some))
-        stream.send(some, extras, is_final=start + len(some) == len(ids))
+        if start + len(some) == len(ids):
+            stream.finish(stream.make_last(some, extras))
+        else:
+            stream.send(some, extras)
     responses = responses_of(sent)
     said = b"".join(tensors["text_output"].item() for tensors in responses).decode()
     assert said.rstrip() == text
@@ -103,7 +106,7 @@ def test_a_stream_of_text_is_silent_when_it_has_nothing_to_say(codec: TextCodec)
     writer = TextWriter(IncrementalDetokenizer(codec, [40]), stop_text=StopText(["1 2 9"]))
     stream = TokenStream(stream_to(sent), frozenset({"text_output"}), text=writer)
     for token in (1, 2, 3):
-        stream.send([token], {}, is_final=False)
+        stream.send([token], {})
     texts = [tensors["text_output"].tolist() for tensors in responses_of(sent)]
     assert texts == [[b" "], [b"1 2 3"]]
 
