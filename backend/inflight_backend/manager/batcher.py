@@ -26,7 +26,11 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.logits_processors import LogitsHooks
 from inflight_backend.manager.output_gatherer import OutputGatherer
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams, same_fields
-from inflight_backend.manager.statistics import IterationStats, StaticBatchStats
+from inflight_backend.manager.statistics import (
+    IterationStats,
+    StaticBatchTally,
+    values_of_drafts,
+)
 from inflight_backend.manager.user_scheduler import (
     Decision,
     GuardedScheduler,
@@ -45,6 +49,7 @@ from inflight_scheduler import (
     CapacitySchedulerPolicy,
     ContextChunking,
     RequestScheduler,
+    ReuseStats,
     ScheduledBatch,
     TrtGptModelType,
     WaitReason,
@@ -53,26 +58,6 @@ from inflight_scheduler import (
     find_policy,
     refusal_reason,
 )
-
-
-class StaticBatchTally:
-    """The numbers of a V1 batch, and the size that it had when it was formed."""
-
-    def __init__(self) -> None:
-        self._batch_size = 0
-        self.stats = StaticBatchStats()
-        """Those of the plan counted last."""
-
-    def count(self, batch: ScheduledBatch, num_passed: int) -> None:
-        """Count a plan that is not empty. ``num_passed`` more requests generate but do not run in
-        it, as they have another beam width: their slots are not empty."""
-        num_generating = batch.num_generation_requests
-        if num_generating == 0:
-            self._batch_size = len(batch.context_chunks)
-            self.stats = StaticBatchStats()
-        else:
-            num_finished = self._batch_size - num_generating - num_passed
-            self.stats = StaticBatchStats(num_generating, num_finished)
 
 
 def effective_settings(
@@ -269,27 +254,48 @@ class Batcher:
         num_waiting: int,
         num_repairs: int,
     ) -> IterationStats:
-        """The statistics of the iteration that ran ``batch``, as things stand now."""
-        blocks = self.block_manager
-        static_batch = None if self._static_tally is None else self._static_tally.stats
-        if static_batch is not None and batch.is_empty:
-            static_batch = StaticBatchStats()
-        return IterationStats(
-            iteration=iteration,
-            batch=batch,
-            num_active_requests=len(self.active),
-            max_num_requests=self._max_batch_size,
-            num_paused_requests=self.num_paused,
-            num_waiting_requests=num_waiting,
-            num_repairs=num_repairs,
-            max_num_blocks=blocks.num_blocks,
-            num_free_blocks=blocks.num_free_blocks,
-            tokens_per_block=blocks.tokens_per_block,
-            memory=self.engine.memory_usage(),
-            reuse=blocks.reuse_stats if blocks.enable_reuse else None,
-            static_batch=static_batch,
-            drafts=self._draft_tally.count() if batch.num_drafts else None,
-        )
+        """The statistics of the iteration that ran ``batch``, as things stand now.
+
+        Active requests are those still in flight; waiting ones were active when it was scheduled
+        and did not run. ``num_repairs``: how often the batcher was rebuilt since something was held
+        with no request active; 0, unless we have a bug. For V1 its keys replace `Generation
+        Requests`, `MicroBatch ID` and `Paused Requests`.
+        """
+        blocks, memory = self.block_manager, self.engine.memory_usage()
+        reuse = blocks.reuse_stats if blocks.enable_reuse else ReuseStats()
+        num_context, num_generation = len(batch.context_chunks), batch.num_generation_requests
+        values: dict[str, float] = {
+            "Active Request Count": len(self.active),
+            "Context Requests": num_context,
+            "Fraction used KV cache blocks": blocks.num_used_blocks / max(blocks.num_blocks, 1),
+            "Free KV cache blocks": blocks.num_free_blocks,
+            "Iteration Counter": iteration,
+            "KV cache hit rate": reuse.hit_rate,
+            "KV cache transfer time": 0,  # of disaggregated serving, as "Request count"
+            "Max KV cache blocks": blocks.num_blocks,
+            "Max Request Count": self._max_batch_size,
+            "Request count": 0,
+            "Reused KV cache blocks": reuse.num_reused_blocks,
+            "Runtime CPU Memory Usage": memory.cpu,
+            "Runtime GPU Memory Usage": memory.gpu,
+            "Runtime Pinned Memory Usage": memory.pinned,
+            "Scheduled Requests": num_context + num_generation,
+            "Tokens per KV cache block": blocks.tokens_per_block,
+            "Total Context Tokens": batch.num_context_tokens,
+            "Used KV cache blocks": blocks.num_used_blocks,
+            "Waiting Requests": num_waiting,
+        }
+        if self._static_tally is not None:
+            values |= self._static_tally.values(batch)
+        else:
+            values["Generation Requests"] = num_generation
+            values["MicroBatch ID"] = 0
+            values["Paused Requests"] = self.num_paused
+        if batch.num_drafts:
+            values |= values_of_drafts(self._draft_tally.count())
+        if num_repairs:
+            values["Repairs"] = num_repairs
+        return IterationStats(values)
 
     def explain(self) -> dict[int, WaitReason]:
         """Why active requests would not run now, by id.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 import pytest
 from support.manager_harness import (
     BOTH_LOOPS,
+    GUARANTEED,
     WAIT,
     Recorder,
     request,
@@ -18,9 +20,8 @@ from support.manager_harness import (
 )
 from support.triton_stub import CountingEngine
 
-from inflight_backend.engine.interface import MemoryUsage
-from inflight_backend.manager.parameters import OverlapScheduler
-from inflight_backend.manager.statistics import IterationStats
+from inflight_backend.manager.batcher import Batcher
+from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
 from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
 from inflight_protocol import METRICS
 from inflight_scheduler import ScheduledBatch, TrtGptModelType
@@ -86,23 +87,13 @@ def test_running_and_waiting_requests_are_counted(overlap: OverlapScheduler) -> 
 
 def test_time_is_that_of_the_measurement_and_the_load_names_its_numbers() -> None:
     """Statistics that are read later, as while a step hangs, must look old."""
-    stats = IterationStats(
-        iteration=7,
-        batch=ScheduledBatch(iteration=0),
-        num_active_requests=5,
-        max_num_requests=8,
-        num_paused_requests=0,
-        num_waiting_requests=2,
-        num_repairs=0,
-        max_num_blocks=40,
-        num_free_blocks=1,
-        tokens_per_block=16,
-        memory=MemoryUsage(),
-        measured_at=datetime(2026, 1, 2, 3, 4, 5).timestamp(),
-    )
+    batcher = Batcher(CountingEngine(), GUARANTEED, TrtGptModelOptionalParams(max_batch_size=8))
+    empty = ScheduledBatch(iteration=0)
+    stats = batcher.measure(empty, iteration=7, num_waiting=2, num_repairs=0)
+    stats = replace(stats, measured_at=datetime(2026, 1, 2, 3, 4, 5).timestamp())
     assert json.loads(stats.to_json())["Timestamp"] == "01-02-2026 03:04:05"
     assert stats.describe_load() == (
-        "5 of 8 places are taken, 2 of those requests wait, and 1 of 40 KV blocks are free"
+        "0 of 8 places are taken, 2 of those requests wait, and 64 of 64 KV blocks are free"
     )
 
 
