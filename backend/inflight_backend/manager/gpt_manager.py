@@ -405,8 +405,6 @@ class GptManager:
         waits = WaitReasons.of(self._batcher)  # before one of them frees its blocks
         for expired in expired_requests:
             request = expired.request
-            if self._active.get(request.request_id) is not request:
-                continue  # its other deadline has ended it
             error = expiry_error(expired, waits)
             request.finish(FinishReason.TIMED_OUT)
             self._end(request, error)

@@ -369,24 +369,19 @@ def test_deadline_ends_requests_with_their_tokens_or_the_reason(limit: str, cloc
     )
 
 
-def test_ended_requests_leave_the_watch_and_end_no_later_one() -> None:
+def test_deadlines_of_ended_requests_end_no_later_one_and_each_counts_once() -> None:
     active = ActiveRequests(BlockManager(4, 4))
     watch = DeadlineWatch(active)
     far = time.monotonic() + 1000
-    for request_id in range(5000):
-        ended = LlmRequest(request_id, [1], 1, queue_deadline=far, run_deadline=far)
-        active.add(ended)
-        watch.add(ended)
-        active.remove(ended)
-    assert len(watch) <= 1026
-    late = LlmRequest(1, [1], 1, queue_deadline=0.0, run_deadline=0.0)
-    active.add(late)
-    watch.add(late)
-    assert [entry.request for entry in watch.take_expired()] == [late, late]
-    active.remove(late)
-    watch.add(late)
-    active.add(LlmRequest(1, [1], 1, queue_deadline=far, run_deadline=far))
-    assert watch.take_expired() == [], "another request has its id"
+    ended, late = (LlmRequest(1, [1], 1, queue_deadline=0.0, run_deadline=0.0) for _ in range(2))
+    again = LlmRequest(1, [1], 1, queue_deadline=far, run_deadline=far)
+    for request_, expired in ((ended, None), (again, []), (late, [late])):
+        active.add(request_)
+        watch.add(request_)
+        if expired is not None:
+            assert [entry.request for entry in watch.take_expired()] == expired
+            assert watch.take_expired() == []
+        active.remove(request_)
 
 
 def test_paused_request_has_met_its_queue_deadline() -> None:
