@@ -63,8 +63,7 @@ def vllm_model(**parameters: str) -> Iterator[Ask]:
             text = json.dumps(settings).encode()
             tensors["sampling_parameters"] = np.array([text], dtype=object)
         tensors |= {name: np.array([value]) for name, value in flags.items()}
-        request = FakeRequest(tensors, parameters=json.dumps(parameters or {}))
-        request.sender = sender or request.sender
+        request = FakeRequest(tensors, parameters=json.dumps(parameters or {}), sender=sender)
         model.execute([request])
         assert request.sender.is_final.wait(WAIT)
         return request.sender

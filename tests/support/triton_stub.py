@@ -296,12 +296,13 @@ class FakeRequest:
         request_id: str = "",
         outputs: tuple[str, ...] = (),
         parameters: str = "{}",
+        sender: FakeSender | None = None,
     ) -> None:
         self._tensors = [FakeTensor(name, np.asarray(value)) for name, value in tensors.items()]
         self._request_id = request_id
         self._outputs = outputs
         self._parameters = parameters
-        self.sender = FakeSender()
+        self.sender = sender or FakeSender()
 
     def inputs(self) -> list[FakeTensor]:
         return self._tensors

@@ -77,20 +77,8 @@ def leaves(*_: Any) -> None:
     raise SystemExit("the user's secret")
 
 
-def wrong_shape(_: int, logits: torch.Tensor, *__: Any) -> torch.Tensor:
-    return logits[..., :-1]
-
-
-def no_tensor(*_: Any) -> str:
-    return "logits"
-
-
 def nan(_: int, logits: torch.Tensor, *__: Any) -> None:
     logits[..., 5] = torch.nan
-
-
-def nothing_left(_: int, logits: torch.Tensor, *__: Any) -> torch.Tensor:
-    return torch.full_like(logits, -torch.inf)
 
 
 def unchanged(*_: Any) -> None:
@@ -297,10 +285,16 @@ class CannotBeMade(OnlyHigher):
         (raises, "logits processor 'bad' failed"),
         (leaves, "logits processor 'bad' failed"),
         (CannotBeMade, "logits processor 'bad' failed"),
-        (wrong_shape, "'bad' returned [1, 1, 198] where logits of shape [1, 1, 199] belong"),
-        (no_tensor, "'bad' returned str where logits of shape [1, 1, 199] belong"),
+        (
+            lambda _, logits, *__: logits[..., :-1],
+            "'bad' returned [1, 1, 198] where logits of shape [1, 1, 199] belong",
+        ),
+        (lambda *_: "logits", "'bad' returned str where logits of shape [1, 1, 199] belong"),
         (nan, "no token could be drawn behind logits processor 'bad'"),
-        (nothing_left, "no token could be drawn behind logits processor 'bad'"),
+        (
+            lambda _, logits, *__: torch.full_like(logits, -torch.inf),
+            "no token could be drawn behind logits processor 'bad'",
+        ),
         (late, "logits processor 'bad' failed"),
         (unchanged, ""),
     ],

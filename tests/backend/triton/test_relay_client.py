@@ -60,7 +60,6 @@ def send(
     relay: TritonPythonModel,
     num_tokens: int = 8000,
     sender: FakeSender | None = None,
-    parameters: str = "{}",
 ) -> FakeSender:
     """Ask for a stream of so many tokens; the default never ends by itself."""
     tensors = {
@@ -68,8 +67,7 @@ def send(
         "max_tokens": np.array([[num_tokens]], dtype=np.int32),
         "stream": np.array([[True]]),
     }
-    request = FakeRequest(tensors, "", ("output_ids",), parameters)
-    request.sender = sender or request.sender
+    request = FakeRequest(tensors, "", ("output_ids",), sender=sender)
     relay.execute([request])
     return request.sender
 

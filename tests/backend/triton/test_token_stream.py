@@ -10,9 +10,14 @@ import pytest
 from backend.triton.conftest import MakeServer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.triton_harness import Server, error_of, ids_of, responses_of
+from support.triton_harness import (
+    Server,
+    error_of,
+    ids_of,
+    responses_of,
+    write_number_tokenizer,
+)
 from support.triton_stub import FakePbUtils, FakeSender
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.requests.sampling import MAX_WORD_TOKENS, MAX_WORDS
@@ -37,9 +42,7 @@ def stream_to(sender: FakeSender) -> ResponseSender:
 def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     """A number is a token."""
     folder = tmp_path_factory.mktemp("numbers")
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(50)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_number_tokenizer(folder, 50)
     return TextCodec(folder)
 
 
@@ -253,18 +256,6 @@ def test_a_long_list_of_long_words_costs_no_more_than_itself() -> None:
         tracemalloc.stop()
 
 
-@pytest.fixture(scope="module")
-def byte_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    """One token per byte."""
-    folder = tmp_path_factory.mktemp("bytes")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return TextCodec(folder)
-
-
 @pytest.mark.parametrize(
     ("text", "word", "expected"),
     [
@@ -278,8 +269,10 @@ def byte_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 @pytest.mark.case(35)
 def test_words_across_tokens_and_inside_characters(
-    byte_codec: TextCodec, text: str, word: str, expected: str, size: int
+    text: str, word: str, expected: str, size: int
 ) -> None:
+    """In the demo's tokens, which are bytes."""
+    byte_codec = TextCodec(DEMO_MODEL)
     ids = byte_codec.encode_word(text)
     writer = TextWriter(IncrementalDetokenizer(byte_codec, [5, 6]), stop_text=StopText([word]))
     written, num_used = "", 0
