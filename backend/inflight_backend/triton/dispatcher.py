@@ -126,7 +126,7 @@ class ResponseDispatcher:
         self._streams: dict[int, AnswerStream] = {}
         # To be sent in this round, or when there is room.
         self._pieces: dict[int, MergedResponse] = {}
-        self._progress = Progress()
+        self.progress = Progress()  # of its rounds
         self._thread = threading.Thread(target=self._run, name="ResponseDispatcher", daemon=True)
         self._thread.start()
 
@@ -138,16 +138,6 @@ class ResponseDispatcher:
         frozen reader would block all other requests.
         """
         return self._queue.qsize() > _MAX_BACKLOG or self._num_bytes > _MAX_BACKLOG_BYTES
-
-    @property
-    def is_busy(self) -> bool:
-        """For the watchdog: true while anything waits to be sent or is being sent."""
-        return self._progress.is_busy or not self._queue.empty()
-
-    @property
-    def num_moves(self) -> int:
-        """For the watchdog: grows with everything that was sent."""
-        return self._progress.num_moves
 
     def open(self, request_id: int, stream: AnswerStream) -> None:
         """Make a request known; call it before the request can produce anything."""
@@ -196,7 +186,7 @@ class ResponseDispatcher:
             messages = self._take_all()
             started = time.perf_counter()
             is_open = None not in messages
-            with self._progress:
+            with self.progress:
                 num_requests = self._send_or_end(messages)
             self._count(-sum(map(_num_bytes_of, messages)))
             if num_requests > _FEW_REQUESTS and is_open:
@@ -218,7 +208,7 @@ class ResponseDispatcher:
             for message in messages:
                 if isinstance(message, _Call):
                     message.run()
-                    self._progress.moved()
+                    self.progress.moved()
             return self._send_round(responses)
         except BaseException:  # the thread must live: no other thread sends
             _logger.exception("a round of responses failed; its requests end")
@@ -282,7 +272,7 @@ class ResponseDispatcher:
         except BaseException:  # one client's stream may break, others must not
             _logger.exception("sending a response of request %d failed", piece.request_id)
             self._give_up(piece.request_id)
-        self._progress.moved()
+        self.progress.moved()
 
     def _send_ends(self, ends: Sequence[MergedResponse]) -> None:
         """Make the last responses, count them, and only then send them: a client that has read one
@@ -304,7 +294,7 @@ class ResponseDispatcher:
                 self._give_up(piece.request_id)
                 piece.answer.abandon(_NOT_SENT)
             del self._streams[piece.request_id]
-            self._progress.moved()
+            self.progress.moved()
 
     def _make_last(self, piece: MergedResponse) -> dict[str, Array]:
         """The tensors that a request ends with; if that is an error its last tokens leave now."""
