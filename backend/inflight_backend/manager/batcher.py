@@ -307,7 +307,7 @@ class Batcher:
         if not isinstance(scheduler, GuardedScheduler):
             return explain(scheduler, self.active)
         if scheduler.is_overruled:
-            return self._explain_default(scheduler.default)
+            return explain(scheduler.default, self.active)
         return explain_left_out(
             scheduler.name,
             self.active,
@@ -316,19 +316,6 @@ class Batcher:
             max_batch_size=self._max_batch_size,
             max_num_tokens=self.engine.max_num_tokens,
         )
-
-    def _explain_default(self, default: RequestScheduler) -> dict[int, WaitReason]:
-        """Explaining means deciding, which sets sizes of contexts; they are restored.
-
-        Otherwise the user's scheduler would find other sizes than in a replay.
-        """
-        contexts = [request for request in self.active if request.is_context_init_state]
-        sizes = [(each.context_chunk_size, each.num_chunk_drafts) for each in contexts]
-        try:
-            return explain(default, self.active)
-        finally:
-            for request, size in zip(contexts, sizes, strict=True):
-                request.context_chunk_size, request.num_chunk_drafts = size
 
     def make_limits(self, **others: Any) -> RequestLimits:
         """The limits of requests; ``others``: those that the engine does not determine."""
