@@ -32,8 +32,8 @@ from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.dispatcher import MergedResponse
+from inflight_backend.triton_io.answer_stream import TextWriter, TokenStream
 from inflight_backend.triton_io.stop_text import StopText
-from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
 from inflight_scheduler import NO_OUTPUTS, LlmRequest, OutputParams
 from inflight_server.serve.settings import DEMO_MODEL
 from report import describe_run, write_result

@@ -27,8 +27,8 @@ from inflight_backend.errors import ErrorText
 from inflight_backend.log import get_logger
 from inflight_backend.requests.inference_request import Array, NamedTensor
 from inflight_backend.triton.watchdog import Progress
+from inflight_backend.triton_io.answer_stream import AnswerStream, TokenExtras
 from inflight_backend.triton_io.sender import ResponseSender
-from inflight_backend.triton_io.token_stream import AnswerStream, TokenExtras
 
 
 @dataclass(slots=True)

@@ -35,11 +35,11 @@ from inflight_backend.triton.relay_server import RelayConnection
 from inflight_backend.triton.relay_wire import RelayedRequest, RelayedResponseFactory
 from inflight_backend.triton.watchdog import Progress
 from inflight_backend.triton_io.aliases import expand
+from inflight_backend.triton_io.answer_stream import AnswerStream
 from inflight_backend.triton_io.inputs import read_head
 from inflight_backend.triton_io.outputs import make_answer_stream, names_none
 from inflight_backend.triton_io.request import Prompt, RequestKind, TritonRequest
 from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
-from inflight_backend.triton_io.token_stream import AnswerStream
 
 if TYPE_CHECKING:
     from inflight_backend.manager.gpt_manager import GptManager

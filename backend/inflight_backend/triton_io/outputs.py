@@ -11,11 +11,16 @@ from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.beam_stream import BeamStream
+from inflight_backend.triton_io.answer_stream import (
+    AnswerStream,
+    BeamStream,
+    TextWriter,
+    TokenStream,
+    Zeros,
+)
 from inflight_backend.triton_io.request import Prompt
 from inflight_backend.triton_io.sender import ResponseSender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
-from inflight_backend.triton_io.token_stream import AnswerStream, TextWriter, TokenStream, Zeros
 from inflight_scheduler import LlmRequest, OutputParams
 
 _TOKEN_OUTPUTS = frozenset({"output_ids", "sequence_length"})

@@ -22,8 +22,8 @@ from support.triton_stub import CountingEngine, FakePbUtils, FakeSender, HeldSen
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.triton import dispatcher as module
 from inflight_backend.triton.dispatcher import MergedResponse, ResponseDispatcher
+from inflight_backend.triton_io.answer_stream import TokenStream
 from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
-from inflight_backend.triton_io.token_stream import TokenStream
 
 NOT_SENT = ("the response could not be sent", FakePbUtils.TritonError.INTERNAL)
 

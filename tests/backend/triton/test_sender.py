@@ -13,8 +13,8 @@ from inflight_backend.manager.statistics import EventCounter
 from inflight_backend.requests.inference_request import Array, NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton_io import sender as module
+from inflight_backend.triton_io.answer_stream import AnswerStream, TokenStream
 from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
-from inflight_backend.triton_io.token_stream import AnswerStream, TokenStream
 
 INTERNAL = FakePbUtils.TritonError.INTERNAL
 

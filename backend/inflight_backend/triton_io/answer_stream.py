@@ -1,4 +1,5 @@
-"""The answer to one request in the form its client asked for; tokens, cut at a stop word."""
+"""The answer to one request in the form its client asked for: tokens, cut at a stop word, or all
+beams of a search from their beginning."""
 
 from __future__ import annotations
 
@@ -353,3 +354,35 @@ class TokenStream(AnswerStream):
         if is_final and self.is_stopped:
             return finish_reason_tensor(FinishReason.STOP_WORDS)
         return extras.get("finish_reason", finish_reason_tensor(FinishReason.NOT_FINISHED))
+
+
+@dataclass(slots=True, eq=False)
+class BeamStream(AnswerStream):
+    """All beams of one request in each response; nothing is put together.
+
+    ``make_writer`` is set when text is among the outputs: each beam of each response is written
+    from its beginning. Words that end an answer are found by the search.
+    """
+
+    repeats_all: ClassVar[bool] = True
+
+    make_writer: Callable[[], TextWriter] | None = None
+
+    def _make(
+        self, ids: Sequence[int], extras: Mapping[str, Array], is_final: bool
+    ) -> tuple[dict[str, Array], bool]:
+        """``extras`` hold all that is known of the beams, and ``ids`` are empty."""
+        tensors = dict(extras)
+        if self.make_writer is not None:
+            texts = []
+            beams = zip(tensors["output_ids"][0], tensors["sequence_length"][0], strict=True)
+            for beam, length in beams:
+                text, _ = self.make_writer().write(beam[:length].tolist(), is_final)
+                texts.append(text.encode())
+            tensors["text_output"] = np.array(texts, dtype=np.object_)
+        tensors.setdefault("finish_reason", finish_reason_tensor(FinishReason.NOT_FINISHED))
+        tensors.update(self.constants)
+        if is_final and self.zeros is not None and "output_ids" in tensors:
+            tensors |= self.zeros.tensors(*tensors["output_ids"].shape[1:])
+        outputs = self.outputs | self.final_outputs if is_final else self.outputs
+        return {name: tensor for name, tensor in tensors.items() if name in outputs}, False

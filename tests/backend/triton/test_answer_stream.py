@@ -23,9 +23,9 @@ from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.requests.sampling import MAX_WORD_TOKENS, MAX_WORDS
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
+from inflight_backend.triton_io.answer_stream import TextWriter, TokenStream
 from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
-from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
 from inflight_server.serve.settings import DEMO_MODEL
 
 OUTPUTS = frozenset(
