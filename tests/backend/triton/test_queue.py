@@ -182,7 +182,7 @@ class Line:
             self.started.setdefault(setup.request_id, self.num_iterations)
 
     def num_passed_by(self, number: int) -> int:
-        """Later queue that started in an iteration before its own."""
+        """Later requests that started in an iteration before its own."""
         own = self.started[number]
         return sum(other > number and when < own for other, when in self.started.items())
 
@@ -214,7 +214,7 @@ PRIORITIES = st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0])
     max_num_tokens=6,
     waves=[[(0.5, 8, 1), (0.5, 8, 1)], [(0.5, 1, 1)], [(0.5, 1, 1)]],
 )
-def test_the_documented_number_of_later_queue_holds_from_end_to_end(
+def test_the_documented_number_of_later_requests_holds_from_end_to_end(
     policy: CapacitySchedulerPolicy,
     span: float,
     num_places: int,
@@ -223,7 +223,7 @@ def test_the_documented_number_of_later_queue_holds_from_end_to_end(
     max_num_tokens: int,
     waves: list[list[tuple[float, int, int]]],
 ) -> None:
-    """Fewer than ``span * (1 - p)`` later queue start before a request, queue included."""
+    """Fewer than ``span * (1 - p)`` later requests start before a request, the queue included."""
     line = Line(policy, span, num_places, num_blocks, chunking, max_num_tokens)
     for wave in waves:
         for priority, num_prompt, num_new in wave:
