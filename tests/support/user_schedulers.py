@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection, Sequence
 
 from inflight_scheduler import (
-    BlockForecast,
     BlockManager,
     CapacityResult,
     CapacityScheduler,
@@ -70,13 +69,6 @@ class Exits(UserScheduler):
         raise SystemExit(3)
 
 
-class Interrupts(UserScheduler):
-    """Raises another exception that is no `Exception`."""
-
-    def decide(self, context: Requests, generation: Requests) -> Decision:
-        raise KeyboardInterrupt
-
-
 class PausesAll(UserScheduler):
     """Runs contexts, and then pauses every request that generates."""
 
@@ -93,46 +85,10 @@ class CutsAnyway(UserScheduler):
         return context[:1], generation, []
 
 
-class PausesMidway(CutsAnyway):
-    """Cuts contexts, and then pauses the requests in the middle of one."""
-
-    def decide(self, context: Requests, generation: Requests) -> Decision:
-        if started := [r for r in context if r.seq_slot is not None]:
-            return [], [], started
-        return super().decide(context, generation)
-
-
 class Lazy(UserScheduler):
     """Never runs a request."""
 
     def decide(self, context: Requests, generation: Requests) -> Decision:
-        return [], [], []
-
-
-class Repeats(OneAtATime):
-    """Names a request twice."""
-
-    def decide(self, context: Requests, generation: Requests) -> Decision:
-        context, generation, _ = super().decide(context, generation)
-        return context * 2, generation * 2, []
-
-
-class Invents(OneAtATime):
-    """Adds a request that does not exist."""
-
-    def decide(self, context: Requests, generation: Requests) -> Decision:
-        context, generation, _ = super().decide(context, generation)
-        return [*context, LlmRequest(99, [1], 5)], generation, []
-
-
-class Empties(UserScheduler):
-    """Takes all requests out of the list it is given, and runs none."""
-
-    def schedule_request(
-        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
-    ) -> Decision:
-        assert isinstance(active_requests, list)
-        active_requests.clear()
         return [], [], []
 
 
@@ -204,37 +160,6 @@ class WholeContexts(UserScheduler):
     ) -> Decision:
         context, generation = self.micro_batch.schedule(active_requests, inflight_request_ids)
         return context, generation, []
-
-
-class LeastServed(WholeContexts):
-    """Runs requests with the fewest tokens first, as FastServe's levels; others pause for them."""
-
-    def schedule_request(
-        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
-    ) -> Decision:
-        """Counts blocks with `BlockForecast`, as the documentation advises."""
-        forecast = BlockForecast(self.block_manager)
-        order = sorted(active_requests, key=lambda r: r.num_generated_tokens.bit_length())
-        order = [r for r in order if r.request_id not in inflight_request_ids]
-        holders = [r for r in order if r.seq_slot is not None]
-        chosen: list[LlmRequest] = []
-        paused: list[LlmRequest] = []
-        for request in order:
-            while (
-                forecast.needed_one_step(request) > forecast.num_available
-                and holders
-                and holders[-1] is not request
-                and holders[-1] not in chosen
-            ):
-                paused.append(holders.pop())
-                forecast.release(paused[-1])
-            num_needed = forecast.needed_one_step(request)
-            if request in paused or num_needed > forecast.num_available:
-                break
-            forecast.claim(request, num_needed)
-            chosen.append(request)
-        context, generation = self.micro_batch.schedule(chosen, inflight_request_ids)
-        return context, generation, paused
 
 
 class FirstTwo(CapacityScheduler):
