@@ -6,7 +6,6 @@ import pytest
 from support.scheduler_world import generating, make_request
 
 from inflight_scheduler import (
-    ActiveRequests,
     BatchPlanner,
     BlockManager,
     ContextChunk,
@@ -50,40 +49,6 @@ class TestPlan:
         planner.plan([request], [])
         assert manager.num_blocks_of(1) == 4
 
-    def test_a_generation_step_takes_room_for_all(self) -> None:
-        manager = BlockManager(8, 2)
-        active = ActiveRequests(manager)
-        planner = BatchPlanner(manager, 2, active)
-        request = make_request(1, 2, 9)
-        active.add(request)
-        planner.update(planner.plan([request], []), [1])
-        drafting(request, 4)
-        assert active.num_with_drafts == 1
-        batch = planner.plan([], active.generation)
-        assert len(batch.new_blocks) == 3
-        planner.update(batch, [0, 1, 2, 3, 4])  # one of them was right
-        assert request.tokens[2:] == [1, 0, 1]
-        assert (active.num_with_drafts, request.num_draft_tokens) == (0, 0)
-        for num_blocks in (4, 4, 4, 4, 5):
-            active.check_integrity()
-            planner.update(planner.plan([], active.generation), [1])
-            assert manager.num_blocks_of(1) == num_blocks
-
-    def test_others_open_their_blocks_in_time(self) -> None:
-        """The calendar of who opens a block is not read in a step with drafts."""
-        manager = BlockManager(8, 4)
-        active = ActiveRequests(manager)
-        planner = BatchPlanner(manager, 2, active)
-        plain, guessing = make_request(1, 2, 9), make_request(2, 1, 9)
-        for request in (plain, guessing):
-            active.add(request)
-        planner.update(planner.plan([plain, guessing], []), [1, 1])
-        for _ in range(3):  # tokens 3 to 5 of the plain one
-            drafting(guessing, 1 if plain.num_tokens == 3 else 0)
-            batch = planner.plan([], active.generation)
-            planner.update(batch, [1] * batch.num_drawn)
-        assert (plain.num_cached_tokens, manager.num_blocks_of(1)) == (5, 2)
-
     def test_only_drafts_that_can_become_tokens_run(self) -> None:
         planner = BatchPlanner(BlockManager(8, 2), 2)
         request = make_request(1, 2, 3, num_drafts=6)
@@ -116,16 +81,6 @@ class TestPlan:
         assert batch.verified == (VerifiedSlot(slots[1], 7, 2),)
         planner.update(batch, [0, 0])
         assert planner.plan([], [first, second]).verified == (), "told once"
-
-    def test_nothing_comes_after_the_end(self) -> None:
-        planner = BatchPlanner(BlockManager(8, 2), 2)
-        request = make_request(1, 2, 9, end_id=6, num_drafts=3)
-        planner.update(planner.plan([request], []), [0, 0, 6, 1])
-        assert request.tokens[2:] == [0, 0, 6]
-        assert (request.finish_reason, request.num_accepted_drafts) == (FinishReason.END_ID, 2)
-        request = make_request(2, 2, 9, end_id=0, num_drafts=3)
-        planner.update(planner.plan([request], []), [0, 0, 0, 1])
-        assert (request.tokens[2:], request.num_accepted_drafts) == ([0], 1)
 
     def test_a_block_is_kept_as_far_as_tokens_count(self) -> None:
         manager = BlockManager(8, 2, enable_reuse=True)

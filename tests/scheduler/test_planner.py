@@ -16,7 +16,6 @@ from inflight_scheduler import (
     SamplingParams,
     SlotSetup,
 )
-from inflight_scheduler.planning.slot_pool import SlotPool
 
 
 def make_planner(num_blocks: int = 6, num_slots: int = 4) -> BatchPlanner:
@@ -106,17 +105,6 @@ def test_chunks_take_the_blocks_of_the_whole_prompt_at_once() -> None:
     assert planner.update(last, [3]) == [request]
 
 
-def test_tokens_of_contexts_come_before_those_of_generation() -> None:
-    planner = make_planner()
-    running, fresh, chunked = make_request(1, 2), make_request(2, 2), make_request(3, 8)
-    planner.update(planner.plan([running], []), [1])
-    chunked.context_chunk_size = 5
-    batch = planner.plan([chunked, fresh], [running])
-    assert batch.num_tokens == 5 + 2 + 1
-    assert planner.update(batch, [8, 9]) == [fresh, running]
-    assert (fresh.tokens[-1], running.tokens[-1]) == (8, 9)
-
-
 @pytest.mark.parametrize("ending", ["release", "pause"])
 def test_a_late_token_is_dropped(ending: str) -> None:
     planner = make_planner(num_slots=2)
@@ -135,16 +123,6 @@ def test_a_late_token_is_dropped(ending: str) -> None:
     assert planner.update(batch, [4, 5]) == [stays]
     assert (gone.num_tokens, newcomer.num_tokens) == (num_tokens, 2)
     assert planner.update(next_batch, [6]) == [newcomer]
-
-
-def test_a_context_that_was_stopped_meanwhile_is_dropped_too() -> None:
-    planner = make_planner()
-    gone, stays = make_request(1, 2), make_request(2, 2)
-    batch = planner.plan([gone, stays], [])
-    gone.finish(FinishReason.CANCELLED)
-    planner.release(gone)
-    assert planner.update(batch, [4, 5]) == [stays]
-    assert (gone.num_generated_tokens, stays.tokens[-1]) == (0, 5)
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3]])
@@ -241,17 +219,3 @@ def test_scheduling_without_room_is_our_bug() -> None:
     planner = make_planner(num_slots=1)
     with pytest.raises(AssertionError, match="all 1 slots are taken"):
         planner.plan([make_request(1), make_request(2)], [])
-
-
-def test_slots_are_counted() -> None:
-    pool = SlotPool(3)
-    assert [pool.assign(), pool.assign()] == [0, 1]
-    pool.check_integrity([0, 1])
-    with pytest.raises(AssertionError, match="of 3 slots"):
-        pool.check_integrity([0])
-    pool.free(0)
-    assert pool.num_free_slots == 2
-    with pytest.raises(AssertionError):
-        pool.free(3)
-    with pytest.raises(ValueError, match="num_slots must be at least 1, not 0"):
-        SlotPool(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hypothesis import strategies as st
 from support.fake_engine import VOCAB_SIZE, FakeEngine
 
 from inflight_scheduler import (
@@ -14,8 +13,6 @@ from inflight_scheduler import (
     BeamParams,
     BeamSearch,
     BlockManager,
-    ContextChunking,
-    ContextChunkingPolicy,
     CrossBlocks,
     FinishReason,
     GuaranteedNoEvictScheduler,
@@ -31,13 +28,6 @@ from inflight_scheduler import (
     check_decision,
 )
 from inflight_scheduler.policies.resources import Budgets
-
-CHUNKINGS = st.none() | st.builds(
-    ContextChunking,
-    policy=st.sampled_from(ContextChunkingPolicy),
-    unit_size=st.integers(1, 4),
-    max_context_length=st.none() | st.integers(4, 8),
-)
 
 
 def make_request(
