@@ -315,16 +315,3 @@ def test_exactly_those_that_do_not_run_have_a_true_reason(
         soak.run_one(dice.random() < 0.7)
         soak.world.settle_running()
         check(soak.world.scheduler, soak.world.active)
-
-
-def test_every_common_reason_occurs_in_such_worlds() -> None:
-    codes: set[WaitCode] = set()
-    for seed in range(12):
-        for policy in CapacitySchedulerPolicy:
-            soak = Soak(random.Random(seed), policy)
-            for _ in range(20):
-                soak.run_one(may_arrive=True)
-                soak.world.settle_running()
-                codes |= check(soak.world.scheduler, soak.world.active)
-    seldom = {WaitCode.STATE, WaitCode.IN_FLIGHT, WaitCode.LEFT_OUT, WaitCode.UNKNOWN}
-    assert codes == set(WaitCode) - seldom
