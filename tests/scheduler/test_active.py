@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -83,30 +82,6 @@ def test_a_request_of_low_priority_starts_in_a_stream_of_high_ones(
         started_first |= {setup.request_id for setup in batch.setups}
         assert num_arrivals < 200, "it starves"
     assert len(started_first - {0, 1}) <= span + scheduler.micro_batch_scheduler.max_batch_size - 1
-
-
-def test_phases_follow_the_requests() -> None:
-    active = active_with(0.5, 0.5, 0.5)
-    one, two, three = active
-    one.skip_context(0)
-    one.move_to_next_context_chunk()
-    two.tokens += [1] * 5
-    two.prompt_len = 6
-    two.context_chunk_size = 4
-    two.move_to_next_context_chunk()
-    assert ids(active.generation, active.started, active.fresh) == ([0], [1], [2])
-    view = active.generation
-    assert active.generation is view
-    two.move_to_next_context_chunk()
-    assert ids(view, active.generation) == ([0], [0, 1]), "a view is never altered"
-    assert array("Q", active.generation_ids).tolist() == [0, 1]
-    one.finish(FinishReason.CANCELLED)
-    two.pause()
-    assert ids(active.generation, active.fresh) == ([], [1, 2])
-    assert active.num_others == 1
-    assert active.remove(one)
-    assert not active.remove(one)
-    assert (len(active), active.get(0), active.get(2)) == (2, None, three)
 
 
 def test_changes_of_generation_lead_from_one_view_to_the_next() -> None:
