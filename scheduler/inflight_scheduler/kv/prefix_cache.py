@@ -165,7 +165,11 @@ class ReuseIndex:
                 break
             block_ids.append(block_id)
         num_tokens = len(block_ids) * self.tokens_per_block
-        source, num_common = self._partial(request, len(block_ids))
+        source, num_common = None, 0
+        if self.may_copy:
+            source, num_common = self._partial(request, len(block_ids))
+        elif self._partial_match is not None:
+            num_common = self._partial_match(request, len(block_ids))
         if num_common == 0 and not block_ids:
             return NO_MATCH
         return PrefixMatch(tuple(block_ids), source, num_tokens + num_common)
@@ -175,10 +179,6 @@ class ReuseIndex:
 
     def _partial(self, request: LlmRequest, index: int) -> tuple[int | None, int]:
         """A block that starts like block ``index`` of the prompt, and how many tokens agree."""
-        if self._partial_match is not None:
-            return None, self._partial_match(request, index)
-        if not self.may_copy:
-            return None, 0
         start = index * self.tokens_per_block
         rest = request.tokens[start : min(start + self.tokens_per_block, request.prompt_len - 1)]
         if not rest:
