@@ -39,11 +39,13 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.log import get_logger
 from inflight_backend.models.attention import AttentionBackend
 from inflight_backend.models.backends import make_cache, make_ops
+from inflight_backend.models.blocks.rope import make_tables
 from inflight_backend.models.config import ModelConfig
-from inflight_backend.models.decoder import Decoder, make_cos_sin
+from inflight_backend.models.decoder import Decoder
+from inflight_backend.models.families.registry import read_model
 from inflight_backend.models.kv_cache import CudaMemory, DeviceMemory, KvPool, allocator_bytes
 from inflight_backend.models.layers import Parameter
-from inflight_backend.models.parameters import decoder_parameters
+from inflight_backend.models.parameters import decoder_parameters, with_found_prefix
 from inflight_backend.models.weights import Checkpoint, OnProgress
 from inflight_scheduler import ContextChunk, ScheduledBatch
 
@@ -90,8 +92,7 @@ class Engine:
             is_deterministic=config.deterministic_mode,
         )
         self._decoder = Decoder(model_config, parameters, ops)
-        cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
-        self._cos_sin = cos_sin.to(config.device)
+        self._tables = make_tables(model_config, config.seq_len_limit, config.device)
         max_blocks = -(-config.seq_len_limit // config.tokens_per_block)
         self._slots = SlotTable(
             config.num_slots, max_blocks, config.tokens_per_block, config.device
@@ -132,10 +133,11 @@ class Engine:
 
         `CheckpointError` or `ConfigurationError` when it cannot be served as asked.
         """
-        model_config = ModelConfig.from_folder(checkpoint_dir)
+        model_config = read_model(checkpoint_dir)
         config = resolve(config, model_config)
-        specs = decoder_parameters(model_config)
         with Checkpoint(checkpoint_dir) as checkpoint:
+            model_config = with_found_prefix(model_config, checkpoint.names)
+            specs = decoder_parameters(model_config)
             checkpoint.check(model_config)
             parameters = checkpoint.load(
                 specs,
@@ -249,8 +251,10 @@ class Engine:
         step = self._slots.begin(words.runs, self._slots.host_lengths(batch))
         attention = self._attention.begin(step.attention)
         if not observed:
-            return self._decoder.forward(step.tokens, attention, step.sample_rows)
-        hidden = self._decoder.forward(step.tokens, attention, None)
+            return self._decoder.forward(
+                step.tokens, step.attention.positions, attention, step.sample_rows
+            )
+        hidden = self._decoder.forward(step.tokens, step.attention.positions, attention, None)
         self._output_recorder.record_context_logits(observed, hidden, self._decoder.logits)
         return hidden[step.sample_rows]
 
@@ -298,7 +302,7 @@ class Engine:
     def _make_cache(self, num_blocks: int) -> tuple[KvPool, AttentionBackend]:
         return make_cache(
             self.model_config,
-            self._cos_sin,
+            self._tables,
             num_blocks,
             backend=self.config.attention_backend,
             tokens_per_block=self.config.tokens_per_block,

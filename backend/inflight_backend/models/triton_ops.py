@@ -1,9 +1,9 @@
 """The table of ops in the Triton language, and the linears of deterministic mode; needs triton.
 
-Deterministic mode makes these independent of the batch: every product of a layer and of the head
-(libraries pick tiles by the number of rows), the splits of the generation attention (they follow
-from a row's own length) and the tile of the context attention. Norms, activations, the rotary
-embedding and sampling work row by row in any mode.
+Deterministic mode makes these independent of the batch: every product of a layer, of its experts
+and of the head (tiles are picked by the number of rows), the splits of the generation attention
+(they follow from a row's own length) and the tile of the context attention. Norms, activations, the
+rotary embedding and sampling work row by row in any mode.
 
 What remains: a prompt that is cut into chunks, continued after a cached prefix, or computed again
 after a pause goes through other tiles, or another kernel, than in one piece. So answers repeat bit
@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from inflight_backend.models.layers import (
 from inflight_backend.models.ops import TORCH_OPS, Ops
 from inflight_kernels.ops import adjust_logits as adjusting
 from inflight_kernels.ops import ban_tokens as banning
+from inflight_kernels.ops import grouped_linear as grouping
 from inflight_kernels.ops import mask_logits as masking
 from inflight_kernels.ops import quantize_fp8 as quantize_module
 from inflight_kernels.ops import rms_norm as norms
@@ -71,6 +73,9 @@ TRITON_OPS = replace(
     add_rms_norm=norms.add_rms_norm,
     final_norm=norms.add_rms_norm,
     silu_mul=activation.silu_mul,
+    plain_rms_norm=norms.rms_norm,
+    plain_silu_mul=activation.silu_mul,
+    grouped_linear=grouping.grouped_linear,
     sample=sampling.sample,
     sample_with_log_probs=sampling.sample_with_log_probs,
     adjust_logits=adjusting.adjust_logits,
@@ -158,9 +163,12 @@ class InvariantFp8Linear:
 
 
 def with_invariant_linears(ops: Ops, *, is_fp8: bool) -> Ops:
-    """``ops`` with these linears; the head is never FP8."""
+    """``ops`` with these linears; neither the head nor experts are ever FP8."""
     make_linear = InvariantFp8Linear if is_fp8 else InvariantLinear
-    return replace(ops, make_linear=make_linear, make_head=InvariantLinear)
+    grouped_linear = partial(grouping.grouped_linear, tile_rows=grouping.MIN_TILE_ROWS)
+    return replace(
+        ops, make_linear=make_linear, make_head=InvariantLinear, grouped_linear=grouped_linear
+    )
 
 
 def make_triton_ops(quantization: str, *, is_deterministic: bool) -> Ops:

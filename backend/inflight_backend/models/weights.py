@@ -7,7 +7,7 @@ the result is that of the whole weight at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,7 +35,8 @@ def allocate(
     """
     try:
         if not (is_fp8 and spec.is_linear):
-            return torch.empty(spec.shape, dtype=dtype, device=device)
+            kept = torch.float32 if spec.is_wide else dtype
+            return torch.empty(spec.shape, dtype=kept, device=device)
         values = torch.empty(spec.shape, dtype=torch.float8_e4m3fn, device=device)
         scales = torch.empty((spec.shape[0], 1), dtype=torch.float32, device=device)
         return Fp8Weight(Quantized(values, scales), dtype)
@@ -78,6 +79,11 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self._opened.__exit__(None, None, None)
 
+    @property
+    def names(self) -> Iterable[str]:
+        """Of all tensors."""
+        return self._headers.keys()
+
     def check(self, config: ModelConfig) -> None:
         """`CheckpointError` unless every tensor has one use and every use has its tensor."""
         check_weights(config, self._headers)
@@ -109,8 +115,11 @@ class Checkpoint:
             parameters[spec.name] = parameter = allocate(spec, dtype, device, is_fp8=is_fp8)
             row = 0
             for source in spec.sources:
-                put_rows(parameter, row, self._read(source.name))
-                row += source.shape[0]
+                tensor = self._read(source.name)
+                put_rows(
+                    parameter, row, tensor if source.convert is None else source.convert(tensor)
+                )
+                row += source.rows
                 done += self._headers[source.name].num_bytes
                 if on_progress is not None:
                     on_progress(done, total)

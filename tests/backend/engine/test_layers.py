@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from inflight_backend.models import layers
-from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.decoder import Decoder
+from inflight_backend.models.families.registry import read_model
 from inflight_backend.models.layers import Fp8Linear, Linear, Parameter, is_scaled_apart, quantize
 from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.triton_ops import FP8_TRITON_OPS
@@ -91,10 +91,11 @@ def test_a_norm_takes_what_is_refused_without_its_scales(
 ) -> None:
     """The layers of a decoder, products as on a GPU: with every shape refused nothing multiplies
     scales but the norms, and the answer is the one of a library that takes them."""
-    model = ModelConfig.from_folder(checkpoint(head_dim=16, intermediate_size=64))
+    model = read_model(checkpoint(head_dim=16, intermediate_size=64))
     monkeypatch.setattr(Fp8Linear, "__call__", Fp8Linear._product)
     monkeypatch.setattr(Fp8Linear, "for_norm", Fp8Linear._product_for_norm)
-    attention = SimpleNamespace(attend=lambda _, heads, *__: heads[:, : model.num_heads].clone())
+    num_heads = model.layers[0].attention.num_heads
+    attention = SimpleNamespace(attend=lambda _, heads, *__: heads[:, :num_heads].clone())
 
     def forward(library: Library) -> Tensor:
         layers._refused.clear()
@@ -106,7 +107,7 @@ def test_a_norm_takes_what_is_refused_without_its_scales(
         }
         decoder = Decoder(model, parameters, FP8_TRITON_OPS)
         tokens, rows = torch.arange(5), torch.tensor([1, 4])
-        return decoder.forward(tokens, attention, rows)
+        return decoder.forward(tokens, tokens, attention, rows)
 
     library = Library(most_refused=8)
     expected, found = forward(Library(most_refused=0)), forward(library)

@@ -1,0 +1,110 @@
+"""Every family against transformers: logits at each position, in chunks and token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.engine_driver import EngineDriver, Job
+from support.families import FAMILY_VARIANTS, write_family
+
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.models.attention import AttentionInputs, HostLengths
+from inflight_backend.models.backends import make_cache, make_ops
+from inflight_backend.models.blocks.rope import make_tables
+from inflight_backend.models.decoder import Decoder
+from inflight_backend.models.families.registry import read_model
+from inflight_backend.models.parameters import decoder_parameters, with_found_prefix
+from inflight_backend.models.weights import Checkpoint
+
+_BLOCK = 16
+
+
+@torch.inference_mode()
+def logits_in_parts(folder: Path, tokens: torch.Tensor, backend: str) -> torch.Tensor:
+    """Logits [T, vocab]: 13 tokens, then 20, then one at a time."""
+    model = read_model(folder)
+    with Checkpoint(folder) as checkpoint:
+        model = with_found_prefix(model, checkpoint.names)
+        checkpoint.check(model)
+        parameters = checkpoint.load(decoder_parameters(model), torch.float32, "cpu")
+    decoder = Decoder(model, parameters, make_ops(backend, "none"))
+    _, attention = make_cache(
+        model,
+        make_tables(model, model.max_position_embeddings, "cpu"),
+        8,
+        backend=backend,
+        tokens_per_block=_BLOCK,
+        kv_dtype=torch.float32,
+        device="cpu",
+        is_deterministic=False,
+    )
+    found, start = [], 0
+    for count in (13, 20, *[1] * (len(tokens) - 33)):
+        end = start + count
+        is_generation = count == 1
+        inputs = AttentionInputs(
+            num_generations=int(is_generation),
+            block_tables=torch.arange(1, 5, dtype=torch.int32)[None],
+            context_lengths=torch.tensor([end], dtype=torch.int32),
+            query_starts=torch.tensor([1] if is_generation else [0, count], dtype=torch.int32),
+            positions=torch.arange(start, end),
+            slot_mapping=torch.arange(start, end) + _BLOCK,
+            host=HostLengths(np.array([count]), np.array([end])),
+        )
+        step = attention.begin(inputs)
+        hidden = decoder.forward(tokens[start:end], inputs.positions, step, None)
+        found.append(decoder.logits(hidden))
+        start = end
+    return torch.cat(found)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Of a wrong option logits differ by 1e-2 and more, of another order of sums by 1e-5."""
+    bound = 2e-4 * max(1.0, float(expected.std()))
+    assert float((found - expected).abs().max()) < bound
+
+
+@pytest.mark.fast(8)
+@pytest.mark.parametrize("name", FAMILY_VARIANTS)
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    tokens, expected = write_family(tmp_path, name)
+    assert_close(logits_in_parts(tmp_path, tokens, "torch"), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["bloom", "gpt_oss", "llama4", "mixtral", "hunyuan", "cohere2", "glm4_moe", "gemma4"]
+)
+def test_logits_of_the_kernels(tmp_path: Path, name: str) -> None:
+    """Sinks, ALiBi, chunks, experts, norms after turning and heads of two sizes, interpreted."""
+    tokens, expected = write_family(tmp_path, name)
+    assert_close(logits_in_parts(tmp_path, tokens, "triton"), expected)
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", "mixtral", "deepseek_v3", "gpt2", "gpt_oss", "falcon-rw", "opt-350m", "gemma4"],
+)
+def test_tokens_of_a_mixed_batch_through_a_pause(tmp_path: Path, name: str) -> None:
+    """Each token is the likeliest by transformers' logits of all before it."""
+    from transformers import AutoModelForCausalLM
+
+    write_family(tmp_path, name)
+    driver = EngineDriver(
+        Engine.load(tmp_path, EngineConfig(device="cpu", max_batch_size=4, tokens_per_block=8))
+    )
+    jobs = [Job([5, 6, 7]), Job(list(range(20, 60))), Job([90])]
+    driver.generate(jobs, 6, chunk_size=7)
+    driver.release(jobs[1])
+    driver.generate(jobs, 10, chunk_size=9)
+    attention = "sdpa" if name.startswith("falcon") else "eager"
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=attention).float()
+    for job in jobs:
+        with torch.inference_mode():
+            logits = oracle.eval()(torch.tensor([job.tokens])).logits[0, len(job.prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(job.generated)[:, None])[:, 0]
+        assert bool((logits.amax(1) - chosen < 1e-3).all())
