@@ -580,6 +580,45 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> ``model_type`` and what its configuration adds to the small one."""
 
 
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "gemma3": {"sliding_window": 6, "layer_types": _types(3, 3), "rope_theta": 1e4},
+    "mistral3": {"sliding_window": None},
+    "llama4": {"intermediate_size_mlp": 80, "num_local_experts": 4, "attention_chunk_size": 8},
+    "llava": {},
+    "qwen2_vl": {"rope_parameters": _MROPE},
+    "qwen2_5_vl": {"rope_parameters": _MROPE},
+    "qwen3_vl": {},
+    "qwen3_vl_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
+"""``model_type`` of a multimodal model -> what its ``text_config`` adds to the small one."""
+
+
+@cache
+def write_wrapped(folder: Path, model_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write a multimodal checkpoint whose images are tiny; what `write_family` returns."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(model_type)
+    inner = {name: getattr(config, name).model_type for name in ("text_config", "vision_config")}
+    text = {**_SMALL, "head_dim": 16, **WRAPPERS[model_type], "model_type": inner["text_config"]}
+    vision = {**_SMALL_VISION, "model_type": inner["vision_config"]}
+    config = type(config)(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    make = transformers.AutoModelForImageTextToText.from_config
+    return _write(folder, make(config, attn_implementation="eager"))
+
+
+_SMALL_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
 @cache
 def write_family(folder: Path, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the checkpoint of a variant; tokens [40] and the logits [40, vocab] of transformers."""
@@ -591,6 +630,11 @@ def write_family(folder: Path, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     # transformers' eager Falcon adds ALiBi twice; others have no fused attention.
     attention = "sdpa" if model_type == "falcon" else "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return _write(folder, model)
+
+
+def _write(folder: Path, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Save a model with spread weights; tokens [40] and its logits [40, vocab]."""
     model = model.float().eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

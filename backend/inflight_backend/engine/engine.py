@@ -45,7 +45,7 @@ from inflight_backend.models.decoder import Decoder
 from inflight_backend.models.families.registry import read_model
 from inflight_backend.models.kv_cache import CudaMemory, DeviceMemory, KvPool, allocator_bytes
 from inflight_backend.models.layers import Parameter
-from inflight_backend.models.parameters import decoder_parameters, with_found_prefix
+from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.weights import Checkpoint, OnProgress
 from inflight_scheduler import ContextChunk, ScheduledBatch
 
@@ -136,7 +136,7 @@ class Engine:
         model_config = read_model(checkpoint_dir)
         config = resolve(config, model_config)
         with Checkpoint(checkpoint_dir) as checkpoint:
-            model_config = with_found_prefix(model_config, checkpoint.names)
+            model_config = checkpoint.fit(model_config)
             specs = decoder_parameters(model_config)
             checkpoint.check(model_config)
             parameters = checkpoint.load(

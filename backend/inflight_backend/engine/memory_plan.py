@@ -24,7 +24,7 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.checkpoint_files import read_weight_headers
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.families.registry import read_model
-from inflight_backend.models.parameters import check_weights, decoder_parameters, with_found_prefix
+from inflight_backend.models.parameters import check_weights, decoder_parameters, fitted
 from inflight_scheduler import MAX_STOP_TOKEN_IDS
 from inflight_scheduler.sampling import SETTINGS
 
@@ -210,7 +210,7 @@ def make_plan(
     model = read_model(folder)
     config = resolve_on_device(config, model, has_triton=True)
     headers = read_weight_headers(folder)
-    model = with_found_prefix(model, headers)
+    model = fitted(model, headers)
     check_weights(model, headers)
     weight_bytes = _weight_bytes(model, config)
     head_dims = sum(head_dim for _, head_dim in model.rope_kinds)

@@ -40,19 +40,48 @@ class JsonReader:
         self._values = values
         self._where = where
         self._names = names or {}
+        self._asked: set[str] | None = None  # keys of the file, of a watched one
+
+    def watched(self) -> JsonReader:
+        """The same object, noting the keys that it, or one made of it, is asked for."""
+        return self._like(self._values, self._names, set())
+
+    def unread(self) -> list[str]:
+        """Keys of a watched object that nobody has asked for."""
+        asked = self._asked or ()
+        return [key for key in self if key not in asked]
 
     def with_names(self, **names: str) -> JsonReader:
         """The same object, where ``key="name"`` says what the file calls a key."""
-        return JsonReader(self._values, self._where, {**self._names, **names})
+        return self._like(self._values, {**self._names, **names}, self._asked)
 
     def with_values(self, **values: object) -> JsonReader:
         """The same object with these keys, by the names that they are asked for."""
         names = {key: name for key, name in self._names.items() if key not in values}
-        return JsonReader({**self._values, **values}, self._where, names)
+        return self._like({**self._values, **values}, names, self._asked)
+
+    def _like(
+        self, values: dict[str, Any], names: Mapping[str, str], asked: set[str] | None
+    ) -> JsonReader:
+        reader = JsonReader(values, self._where, names)
+        reader._asked = asked
+        return reader
+
+    def with_defaults(self, **values: object) -> JsonReader:
+        """The same object with those of ``values`` whose keys it lacks; None: with none."""
+        given = {key: each for key, each in values.items() if each is not None and key not in self}
+        return self.with_values(**given)
+
+    def value(self, key: str) -> object:
+        """Whatever is there; None if nothing is."""
+        name = self._names.get(key, key)
+        if self._asked is not None:
+            self._asked.add(name)
+        return self._values.get(name)
 
     def is_list(self, key: str) -> bool:
         """True if the value is a list."""
-        return isinstance(self._values.get(self._names.get(key, key)), list)
+        return isinstance(self.value(key), list)
 
     def first_of(self, *keys: str) -> str:
         """The first of ``keys`` that the file has; the first one if it has none."""
@@ -76,7 +105,7 @@ class JsonReader:
         return cls(values, name)
 
     def __contains__(self, key: str) -> bool:
-        return self._values.get(self._names.get(key, key)) is not None
+        return self.value(key) is not None
 
     def __iter__(self) -> Iterator[str]:
         return (key for key, value in self._values.items() if value is not None)
@@ -156,7 +185,7 @@ class JsonReader:
         return JsonReader(value, f"{self._where}: {key}")
 
     def _get(self, key: str, default: Any) -> Any:
-        value = self._values.get(self._names.get(key, key))
+        value = self.value(key)
         if value is not None:
             return value
         if default is _REQUIRED:

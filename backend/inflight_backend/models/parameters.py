@@ -8,7 +8,7 @@ loader and ``inflight plan`` both call it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from inflight_backend.models.config import (
     MlpConfig,
     ModelConfig,
     MoeConfig,
+    WeightNames,
 )
 
 if TYPE_CHECKING:  # ``inflight plan`` reads this page without torch
@@ -547,31 +548,49 @@ _IGNORED = (
     r".*rotary_emb\.inv_freq",
     r".*\.(attn|attention)\.(bias|masked_bias)",
     r"(model\.)?(vision_tower|visual|vision_model|audio_tower|embed_vision|embed_audio)\..*",
-    r"(model\.)?multi_modal_projector\..*",
-    r"mtp\..*",
+    r"(model\.)?(multi_modal_projector\..*|image_newline)",
+    r"(model\.)?mtp\..*",
 )
+# Where a decoder may lie, in the order of the search.
 _PREFIXES = ("", "model.", "language_model.model.", "model.language_model.", "transformer.")
 
 
-def with_found_prefix(config: ModelConfig, names: Iterable[str]) -> ModelConfig:
-    """``config`` with the prefix that the checkpoint has: inside a multimodal model, or saved from
-    within the class of the whole model."""
-    found, wanted = set(names), config.names
-    if f"{wanted.prefix}{wanted.embedding}.weight" in found:
+def fitted(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelConfig:
+    """``config`` with the names that the checkpoint has: of a decoder inside a multimodal model, of
+    one that was saved without its head, and of experts that are stacked in one tensor."""
+    config = replace(config, names=_with_found_place(config.names, headers))
+    sparse = ((index, each.mlp) for index, each in enumerate(config.layers))
+    found = next(((index, mlp) for index, mlp in sparse if isinstance(mlp, MoeConfig)), None)
+    names = config.names
+    if found is None or names.expert_layout != "each":
         return config
+    index, moe = found
+    gate, down = f"{names.experts}gate_up_proj", f"{names.experts}down_proj"
+    folder = f"{names.prefix}{names.layers}{index}.{names.mlp}"
+    if folder + gate not in headers or folder + down not in headers:
+        return config
+    is_stacked = headers[folder + down].shape == (moe.num_experts, config.hidden_size, moe.size)
+    layout = "stacked" if is_stacked else "transposed"
+    names = replace(names, expert_layout=layout, expert_gate=gate, expert_down=down)
+    return replace(config, names=names)
+
+
+def _with_found_place(wanted: WeightNames, headers: Mapping[str, TensorHeader]) -> WeightNames:
+    if f"{wanted.prefix}{wanted.embedding}.weight" in headers:
+        return wanted
     inner = wanted.prefix.removeprefix("model.").removeprefix("transformer.")
     for prefix in _PREFIXES:
-        if f"{prefix}{inner}{wanted.embedding}.weight" in found:
-            outer = prefix.removesuffix("model.").removesuffix("transformer.")
-            heads = (wanted.head, f"{outer}{wanted.head}")
-            head = next((each for each in heads if f"{each}.weight" in found), wanted.head)
-            return replace(config, names=replace(wanted, prefix=prefix + inner, head=head))
-    return config
+        if f"{prefix}{inner}{wanted.embedding}.weight" in headers:
+            heads = (wanted.head, f"language_model.{wanted.head}")
+            head = next((each for each in heads if f"{each}.weight" in headers), wanted.head)
+            return replace(wanted, prefix=prefix + inner, head=head)
+    return wanted
 
 
-def check_weights(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> None:
+def check_weights(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> list[str]:
     """`CheckpointError` unless every tensor (by name, of all files) has one use and every use has
-    its tensor."""
+    its tensor, but for the tensors that are returned: they belong to other parts of a model, or are
+    computed here."""
     if packed := next((name for name in headers if name.endswith(_QUANTISED)), None):
         raise CheckpointError(
             f"{headers[packed].file}: {packed} is of quantised weights, which are not supported; "
@@ -585,18 +604,15 @@ def check_weights(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> N
         raise CheckpointError(f"{where}: {_list('missing tensor', missing)}")
     duplicates = duplicate_names(config)
     ignored = re.compile("|".join((*_IGNORED, *config.ignored)))
-    unused = [
-        name
-        for name in headers
-        if name not in sources and name not in duplicates and not ignored.fullmatch(name)
-    ]
-    if unused:
+    others = [name for name in headers if name not in sources and name not in duplicates]
+    if unused := [name for name in others if not ignored.fullmatch(name)]:
         raise CheckpointError(f"{headers[unused[0]].file}: {_list('unused tensor', unused)}")
     for source in sources.values():
         _check_weight(source, headers[source.name])
     for name, original in duplicates.items():
         if name in headers:
             _check_weight(Source(name, sources[original].shape), headers[name])
+    return others
 
 
 def _check_weight(wanted: Source, header: TensorHeader) -> None:

@@ -7,7 +7,7 @@ the result is that of the whole weight at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,10 +15,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from inflight_backend.errors import CheckpointError
-from inflight_backend.models.checkpoint_files import open_weights
+from inflight_backend.log import get_logger
+from inflight_backend.models.checkpoint_files import list_names, open_weights
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.layers import Fp8Weight, Parameter, Quantized, quantize
-from inflight_backend.models.parameters import ParameterSpec, check_weights, duplicate_names
+from inflight_backend.models.parameters import ParameterSpec, check_weights, duplicate_names, fitted
+
+_logger = get_logger(__name__)
 
 # Rows are quantised in portions: at most so many numbers (their float32 forms are 64 MiB each), and
 # at most a sixteenth of a tensor, so that these forms together stay below the tensor itself.
@@ -79,14 +82,15 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self._opened.__exit__(None, None, None)
 
-    @property
-    def names(self) -> Iterable[str]:
-        """Of all tensors."""
-        return self._headers.keys()
+    def fit(self, config: ModelConfig) -> ModelConfig:
+        """``config`` with the names that the tensors have here."""
+        return fitted(config, self._headers)
 
     def check(self, config: ModelConfig) -> None:
-        """`CheckpointError` unless every tensor has one use and every use has its tensor."""
-        check_weights(config, self._headers)
+        """`CheckpointError` unless every tensor has one use and every use has its tensor; other
+        parts of a multimodal model are left out, and logged."""
+        if ignored := check_weights(config, self._headers):
+            _logger.info("%d tensors are left out: %s", len(ignored), list_names(ignored))
         for name, original in duplicate_names(config).items():
             if name in self._headers and not torch.equal(self._read(name), self._read(original)):
                 raise CheckpointError(

@@ -184,10 +184,14 @@ def test_qwen3_needs_its_head_dim() -> None:
 
 
 def test_unknown_architecture() -> None:
-    text = refusal(LLAMA, architectures=["MambaForCausalLM", "LlamaForCausalLM"])
-    assert "'MambaForCausalLM' is not supported" in text
-    for supported in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2For", "Qwen3ForCausalLM"):
-        assert supported in text
+    """What is nearest to it, and what that one would make of the file."""
+    text = refusal(LLAMA, architectures=["Qwen9ForCausalLM", "LlamaForCausalLM"], num_leaves=3)
+    assert text.startswith("config.json: architectures 'Qwen9ForCausalLM' is not supported; ")
+    assert "the nearest is Qwen" in text
+    assert text.endswith("and it says: config.json: head_dim is missing")
+    text = refusal(LLAMA, architectures=["Lama7ForCausalLM"], num_leaves=3, use_cache=True)
+    assert text.endswith("the nearest is LlamaForCausalLM, and it has no use for num_leaves")
+    assert "LlamaForCausalLM" in refusal(LLAMA, architectures=[])
 
 
 def test_model_type_is_that_of_the_architecture() -> None:
@@ -239,7 +243,7 @@ def test_a_family_of_ones_own_reads_its_options() -> None:
         ({"transformers_weights": "a.safetensors"}, "transformers_weights is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not supported"),
         ({"rope_theta": -1.0}, "rope_theta must be finite and above 0"),
-        ({"rope_scaling": {"rope_type": "mrope", "factor": 4}}, "rope_type 'mrope' is not supp"),
+        ({"rope_scaling": {"rope_type": "magic", "factor": 4}}, "rope_type 'magic' is not supp"),
         ({"rope_scaling": {"type": "yarn", "factr": 4}}, "factr is not supported with rope_type"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor is missing"),
         ({"rope_scaling": [1]}, "rope_scaling must be an object"),

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.engine_driver import EngineDriver, Job
-from support.families import FAMILY_VARIANTS, write_family
+from support.families import FAMILY_VARIANTS, WRAPPERS, write_family, write_wrapped
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.models.attention import AttentionInputs, HostLengths
@@ -16,7 +17,7 @@ from inflight_backend.models.backends import make_cache, make_ops
 from inflight_backend.models.blocks.rope import make_tables
 from inflight_backend.models.decoder import Decoder
 from inflight_backend.models.families.registry import read_model
-from inflight_backend.models.parameters import decoder_parameters, with_found_prefix
+from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.weights import Checkpoint
 
 _BLOCK = 16
@@ -27,7 +28,7 @@ def logits_in_parts(folder: Path, tokens: torch.Tensor, backend: str) -> torch.T
     """Logits [T, vocab]: 13 tokens, then 20, then one at a time."""
     model = read_model(folder)
     with Checkpoint(folder) as checkpoint:
-        model = with_found_prefix(model, checkpoint.names)
+        model = checkpoint.fit(model)
         checkpoint.check(model)
         parameters = checkpoint.load(decoder_parameters(model), torch.float32, "cpu")
     decoder = Decoder(model, parameters, make_ops(backend, "none"))
@@ -71,6 +72,21 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", FAMILY_VARIANTS)
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     tokens, expected = write_family(tmp_path, name)
+    assert_close(logits_in_parts(tmp_path, tokens, "torch"), expected)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("model_type", WRAPPERS)
+def test_the_decoder_of_a_multimodal_model(tmp_path: Path, model_type: str) -> None:
+    """As transformers 5 writes it, and with the prefix that files of other years have."""
+    tokens, expected = write_wrapped(tmp_path, model_type)
+    assert_close(logits_in_parts(tmp_path, tokens, "torch"), expected)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    prefixes = ("language_model.model.", "model.language_model.")
+    old, new = prefixes if any(prefixes[0] in name for name in weights) else prefixes[::-1]
+    file.unlink()
+    save_file({name.replace(old, new): tensor for name, tensor in weights.items()}, file)
     assert_close(logits_in_parts(tmp_path, tokens, "torch"), expected)
 
 

@@ -13,6 +13,7 @@ from inflight_backend.models.config import (
 from inflight_backend.models.families.experts import (
     deepseek_experts,
     deepseek_routing,
+    layers_behind,
     with_moe,
 )
 from inflight_backend.models.families.registry import read_plain, register_family
@@ -57,7 +58,7 @@ def _read(reader: JsonReader, routing: RoutingConfig) -> ModelConfig:
     moe = deepseek_experts(reader, routing)
     first = reader.integer("first_k_dense_replace", default=0, minimum=0)
     model = with_moe(model, moe, first)
-    return replace(model, ignored=(rf"model\.layers\.{model.num_layers}\..*",))
+    return replace(model, ignored=layers_behind(model))
 
 
 @register_family("DeepseekV2ForCausalLM", "deepseek_v2")

@@ -106,6 +106,11 @@ def gpt_oss(reader: JsonReader) -> ModelConfig:
     return with_moe(model, moe)
 
 
+def layers_behind(model: ModelConfig) -> tuple[str, ...]:
+    """Patterns of the tensors of a layer behind the last one, which predicts a token more."""
+    return (rf"(.*\.)?layers\.{model.num_layers}\..*",)
+
+
 def deepseek_routing(reader: JsonReader) -> RoutingConfig:
     """Sigmoid scores with a correction, by groups (DeepSeek V3)."""
     return RoutingConfig(
@@ -142,7 +147,7 @@ def glm4_moe(reader: JsonReader) -> ModelConfig:
     model = model.with_attention(lambda *_: {"has_output_bias": False})
     moe = deepseek_experts(reader, deepseek_routing(reader))
     model = with_moe(model, moe, reader.integer("first_k_dense_replace", default=1, minimum=0))
-    return replace(model, ignored=(rf"model\.layers\.{model.num_layers}\..*",))
+    return replace(model, ignored=layers_behind(model))
 
 
 @register_family("Dots1ForCausalLM", "dots1")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
-from inflight_backend.models.checkpoint_files import JsonReader, find_config
+from inflight_backend.errors import CheckpointError
+from inflight_backend.models.checkpoint_files import JsonReader, find_config, list_names
 from inflight_backend.models.config import (
     AttentionConfig,
     LayerConfig,
@@ -25,6 +29,12 @@ _ACTIVATIONS = (
     "silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_tanh", "gelu_pytorch_tanh", "relu",
     "relu2",
 )  # fmt: skip
+
+# Keys that change nothing of what a decoder computes.
+_OF_NO_MEANING = re.compile(
+    r"architectures|model_type|auto_map|transformers_version|use_cache|initializer_range|\w+_token_id"
+    r"|\w+_dropout|dropout|\w+_pdrop|torch_dtype|dtype|pretraining_tp|\w*aux_loss\w*|output_\w+"
+)
 
 ReadFamily = Callable[[JsonReader], ModelConfig]
 
@@ -61,11 +71,10 @@ def read_model(folder: Path) -> ModelConfig:
 def read_family(reader: JsonReader) -> ModelConfig:
     """The same from an open reader, by the architecture that it names."""
     names = reader.texts("architectures")
-    supported = ", ".join(FAMILIES)
     if not names:
-        reader.fail("architectures", f"is missing; supported: {supported}")
+        reader.fail("architectures", f"is missing; supported: {', '.join(FAMILIES)}")
     if names[0] not in FAMILIES:
-        reader.fail("architectures", f"{names[0]!r} is not supported; supported: {supported}")
+        _refuse_architecture(reader, names[0])
     family = FAMILIES[names[0]]
     found = reader.text("model_type", default=family.model_types[0])
     if found not in family.model_types:
@@ -73,6 +82,34 @@ def read_family(reader: JsonReader) -> ModelConfig:
         reader.fail("model_type", f"{found!r} is not that of {names[0]}, which is {wanted}")
     _refuse_unsupported(reader)
     return replace(family.read(reader), architecture=names[0])
+
+
+def read_by_type(reader: JsonReader, model_type: str) -> ModelConfig:
+    """The decoder of a part of ``config.json`` that has a ``model_type`` and no architecture, by
+    the first family that has it."""
+    _refuse_unsupported(reader)
+    for family in FAMILIES.values():
+        if model_type in family.model_types:
+            return family.read(reader)
+    reader.fail("model_type", f"{model_type!r} is not supported")
+
+
+def _refuse_architecture(reader: JsonReader, name: str) -> NoReturn:
+    """Names what is near: what the name looks like, else the plain decoder; and what that family
+    says of the file, or which keys of it that family does not read."""
+    nearest = get_close_matches(name, FAMILIES, n=1, cutoff=0.5) or ["LlamaForCausalLM"]
+    attempt = reader.watched()
+    try:
+        FAMILIES[nearest[0]].read(attempt)
+        differing = [key for key in attempt.unread() if not _OF_NO_MEANING.fullmatch(key)]
+        why = "the keys are the same"
+        if differing:
+            why = f"it has no use for {list_names(differing)}"
+    except CheckpointError as error:
+        why = f"it says: {error}"
+    reader.fail(
+        "architectures", f"{name!r} is not supported; the nearest is {nearest[0]}, and {why}"
+    )
 
 
 def read_plain(

@@ -14,7 +14,7 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 _KEYS = {
-    "default": set[str](),
+    "default": {"mrope_section", "mrope_interleaved"},  # of images; a text turns as one
     "linear": {"factor"},
     "dynamic": {"factor", "alpha", "original_max_position_embeddings"},
     "llama3": {
@@ -45,7 +45,7 @@ _KEYS = {
     },
     "proportional": {"factor"},
 }
-_ALIASES = {"su": "longrope"}
+_ALIASES = {"su": "longrope", "mrope": "default"}
 
 
 def read_rope(
