@@ -179,6 +179,37 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_kv_shared_layers": 0,
         },
     ),
+    "gemma4-e2b": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 6,
+            "num_hidden_layers": 7,
+            "layer_types": [*_types(7, 3)[:6], "full_attention"],
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4-moe": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 6,
+            "layer_types": _types(3, 3),
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
     "phi": ("phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 7, "partial_rotary_factor": 0.5}),
@@ -586,6 +617,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "mistral3": {"sliding_window": None},
     "llama4": {"intermediate_size_mlp": 80, "num_local_experts": 4, "attention_chunk_size": 8},
     "llava": {},
+    "gemma4": {"sliding_window": 6, "hidden_size_per_layer_input": 12, "pad_token_id": 0},
     "qwen2_vl": {"rope_parameters": _MROPE},
     "qwen2_5_vl": {"rope_parameters": _MROPE},
     "qwen3_vl": {},
@@ -600,9 +632,15 @@ def write_wrapped(folder: Path, model_type: str) -> tuple[torch.Tensor, torch.Te
     import transformers
 
     config = transformers.AutoConfig.for_model(model_type)
-    inner = {name: getattr(config, name).model_type for name in ("text_config", "vision_config")}
-    text = {**_SMALL, "head_dim": 16, **WRAPPERS[model_type], "model_type": inner["text_config"]}
-    vision = {**_SMALL_VISION, "model_type": inner["vision_config"]}
+    inner = {  # those of Gemma 4 are None before they are given
+        name: getattr(getattr(config, f"{name}_config"), "model_type", f"{model_type}_{name}")
+        for name in ("text", "vision")
+    }
+    text = {**_SMALL, "head_dim": 16, **WRAPPERS[model_type], "model_type": inner["text"]}
+    text["vocab_size_per_layer_input"] = VOCAB_SIZE
+    vision = {**_SMALL_VISION, "model_type": inner["vision"]}
+    if model_type == "gemma4":
+        vision |= {"num_key_value_heads": 2, "head_dim": 16}
     config = type(config)(text_config=text, vision_config=vision, tie_word_embeddings=False)
     make = transformers.AutoModelForImageTextToText.from_config
     return _write(folder, make(config, attn_implementation="eager"))

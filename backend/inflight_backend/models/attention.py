@@ -68,7 +68,8 @@ class AttentionStep(Protocol):
 
     def attend(self, layer: int, heads: Tensor, parameters: HeadParameters) -> Tensor:
         """``heads`` [T, H + 2 * KVH, D] are query, key and value (without value where latents are
-        both). Norm and turn query and key, store key and value, then attend: -> [T, H, D]."""
+        both; the query alone where another layer's keys and values are read). Norm and turn query
+        and key, store key and value, then attend: -> [T, H, D]."""
 
 
 class AttentionBackend(Protocol):
@@ -123,6 +124,14 @@ class TorchAttention:
         """One layer of a step."""
         config = self._layers[layer]
         angles = step.angles[config.rope, config.head_dim] if config.rope else None
+        keys, values = self._pool.layer(layer)
+        weighting = reference.Weighting(
+            config.scale, config.softcap, parameters.sinks, self._slopes[layer]
+        )
+        plan = step.plans[config.window, config.chunk]
+        if config.kv_source is not None:
+            query = _prepare(heads, parameters.query_norm, angles, config)
+            return plan.attend(query, keys, values, weighting)
         sizes = [config.num_heads, config.num_kv_heads]
         turning, value = torch.split(heads, [sum(sizes), heads.shape[1] - sum(sizes)], dim=1)
         if parameters.query_norm is None and angles is not None:  # they lie side by side
@@ -133,12 +142,7 @@ class TorchAttention:
             key = _prepare(key, parameters.key_norm, angles, config)
         if config.latent is not None:
             value = key
-        keys, values = self._pool.layer(layer)
         reference.write_kv(key, value, keys, values, step.slot_mapping)
-        weighting = reference.Weighting(
-            config.scale, config.softcap, parameters.sinks, self._slopes[layer]
-        )
-        plan = step.plans[config.window, config.chunk]
         return plan.attend(query, keys, values, weighting, own=(key, value))
 
 

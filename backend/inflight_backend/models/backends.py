@@ -43,7 +43,12 @@ def make_cache(
     ``is_deterministic``: the result of a row must not depend on the others.
     """
     kinds = [each.attention for each in model.layers]
-    shapes = [(each.num_cached, each.num_kv_heads, each.head_dim) for each in kinds]
+    shapes = [
+        (each.num_cached, each.num_kv_heads, each.head_dim)
+        if each.kv_source is None
+        else each.kv_source
+        for each in kinds
+    ]
     shape = (shapes, num_blocks, tokens_per_block)
     if backend == "triton":
         from inflight_backend.models.triton_attention import TritonAttention  # needs triton

@@ -67,7 +67,8 @@ class AttentionConfig:
     "head" (a weight [head_dim]), "biased" (LayerNorm with a weight and a bias [head_dim]), "full"
     (over all heads, [num_heads * head_dim]), "per_head" (a weight for each, [num_heads, head_dim];
     "per_head_list": as a tensor each) or "plain" (no weight); None for none.
-    ``is_value_key``: values are the keys before norm and turning. ``slopes``: of ALiBi, one for
+    ``is_value_key``: values are the keys before norm and turning. ``kv_source``: an earlier layer
+    whose keys and values are read, instead of own ones. ``slopes``: of ALiBi, one for
     each head. ``temperature``: (scale, span, shift) multiply a query at position p by
     ``1 + scale * log(1 + floor((p + shift) / span))``.
     """
@@ -91,6 +92,7 @@ class AttentionConfig:
     is_value_key: bool = False
     clip: float | None = None
     has_gate: bool = False
+    kv_source: int | None = None
     temperature: tuple[float, float, float] | None = None
     latent: LatentConfig | None = None
 
@@ -116,7 +118,9 @@ class AttentionConfig:
 
     @property
     def num_cached(self) -> int:
-        """Tensors of the cache: keys and values, or latents that are both."""
+        """Tensors of the cache: keys and values, or latents that are both, or another layer's."""
+        if self.kv_source is not None:
+            return 0
         return 1 if self.latent is not None else 2
 
     @property
@@ -148,6 +152,8 @@ class RoutingConfig:
     "sigmoid_of_chosen". ``is_normalized``: weights sum to 1 (plus ``norm_eps``). ``num_groups`` of
     experts, of which ``num_chosen_groups`` are kept, by the best ("max") or the sum of the best two
     ("top2") scores. ``scales_input``: the weight multiplies what the expert reads.
+    ``has_input_norm``: the router reads what it is given normed and scaled.
+    ``has_expert_scales``: a number for each expert multiplies its weight.
     """
 
     score: str = "softmax"
@@ -160,6 +166,8 @@ class RoutingConfig:
     scale: float = 1.0
     scales_input: bool = False
     jitter: float = 0.0
+    has_input_norm: bool = False
+    has_expert_scales: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +195,8 @@ class LayerConfig:
 
     attention: AttentionConfig
     mlp: MlpConfig | MoeConfig
+    experts_beside: MoeConfig | None = None
+    """Experts whose answer is added to that of ``mlp``, with norms of their own."""
     has_scalar: bool = False
     """The layer's answer is multiplied by a number."""
 
@@ -264,8 +274,9 @@ class ModelConfig:
     "sandwich", "parallel" (one norm), "parallel2" (two norms) or "post_add".
 
     ``position_offset``: of the first row of a learned table of positions; None: without.
-    ``embedding_size``: of the table where that differs from ``hidden_size``. ``ignored``: patterns
-    of tensors that have no use here.
+    ``embedding_size``: of the table where that differs from ``hidden_size``. ``layer_input_size``:
+    of a second embedding of tokens, one for each layer (`blocks.layer_inputs`). ``ignored``:
+    patterns of tensors that have no use here.
     """
 
     architecture: str
@@ -279,6 +290,7 @@ class ModelConfig:
     block: str = "pre"
     position_offset: int | None = None
     embedding_size: int | None = None
+    layer_input_size: int = 0
     embedding_scale: float = 1.0
     has_embedding_norm: bool = False
     residual_scale: float = 1.0
@@ -307,10 +319,9 @@ class ModelConfig:
     @property
     def mlp_size(self) -> int:
         """Inner numbers of a token in the widest feed-forward layer."""
-        return max(
-            each.mlp.size * (each.mlp.top_k if isinstance(each.mlp, MoeConfig) else 1)
-            for each in self.layers
-        )
+        parts = [each.mlp for each in self.layers]
+        parts += [each.experts_beside for each in self.layers if each.experts_beside is not None]
+        return max(each.size * (each.top_k if isinstance(each, MoeConfig) else 1) for each in parts)
 
     @property
     def query_size(self) -> int:

@@ -21,7 +21,8 @@ from inflight_backend.models.attention import AttentionStep, HeadParameters
 from inflight_backend.models.blocks.activations import make_activation
 from inflight_backend.models.blocks.attention import Attention
 from inflight_backend.models.blocks.latent_attention import LatentAttention
-from inflight_backend.models.blocks.mlp import Linear, Mlp, Moe
+from inflight_backend.models.blocks.layer_inputs import LayerInputBranch, LayerInputs
+from inflight_backend.models.blocks.mlp import ExpertBranch, Linear, Mlp, Moe
 from inflight_backend.models.blocks.norms import Norm
 from inflight_backend.models.config import (
     NORMS_OF_BLOCK,
@@ -77,6 +78,8 @@ class _Layer:
     attention_output_norm: Norm | None
     mlp_norm: Norm | None
     mlp_output_norm: Norm | None
+    experts: ExpertBranch | None
+    layer_input: LayerInputBranch | None
     scalar: Tensor | None
 
 
@@ -100,6 +103,7 @@ class Decoder:
             given.linear(name) if config.embedding_size is not None else None
             for name in ("project_in", "project_out")
         )
+        self._layer_inputs = self._take_layer_inputs(given) if config.layer_input_size else None
         self._layers = [
             self._take_layer(given.below(f"layers.{index}."), index, layer)
             for index, layer in enumerate(config.layers)
@@ -125,8 +129,10 @@ class Decoder:
         if self._is_fused:
             return self._run_fused(tokens, positions, attention, rows)
         x, last = self._embed(tokens, positions), len(self._layers) - 1
+        inputs = None if self._layer_inputs is None else self._layer_inputs(tokens, x)
         for index, layer in enumerate(self._layers):
-            x = self._run(layer, x, positions, attention, rows if index == last else None)
+            given = None if inputs is None else inputs[index]
+            x = self._run(layer, x, positions, attention, rows if index == last else None, given)
         if self._final_norm is not None:
             x = self._final_norm(x)
         return x if self._project_out is None else self._project_out(self._ops.to_activation(x))
@@ -191,14 +197,16 @@ class Decoder:
         positions: Tensor,
         attention: AttentionStep,
         rows: Tensor | None,
+        given: Tensor | None,
     ) -> Tensor:
+        """One layer; ``given`` [T, size]: its own embeddings of the tokens."""
         config, to_activation = self.config, self._ops.to_activation
         is_parallel = config.block.startswith("parallel")
         normed = _apply(layer.input_norm, x)
         found = layer.attention(to_activation(normed), len(x), positions, attention)
         if rows is not None:
             found, x = found[rows], x[rows]
-            normed = normed[rows]
+            normed, given = normed[rows], None if given is None else given[rows]
         found = layer.attention.output(to_activation(found))
         if is_parallel:
             inner = normed if layer.mlp_norm is None else layer.mlp_norm(x)
@@ -208,7 +216,11 @@ class Decoder:
             return _apply(layer.mlp_output_norm, x + self._feed(layer, x))
         x = x + _apply(layer.attention_output_norm, found) * config.residual_scale
         inner = self._feed(layer, _apply(layer.mlp_norm, x))
+        if layer.experts is not None:
+            inner = layer.experts(x, inner)
         x = x + _apply(layer.mlp_output_norm, inner) * config.residual_scale
+        if layer.layer_input is not None and given is not None:
+            x = layer.layer_input(x, given)
         return x if layer.scalar is None else x * layer.scalar
 
     def _feed(self, layer: _Layer, x: Tensor) -> Tensor:
@@ -234,8 +246,34 @@ class Decoder:
             self._take_norm(given, "attention_output_norm"),
             self._take_norm(given, "mlp_norm"),
             self._take_norm(given, "mlp_output_norm"),
+            self._take_experts_beside(given, layer),
+            self._take_layer_input(given) if self.config.layer_input_size else None,
             given.optional("scalar"),
         )
+
+    def _take_experts_beside(self, given: Parameters, layer: LayerConfig) -> ExpertBranch | None:
+        if layer.experts_beside is None:
+            return None
+        given = given.below("beside.")
+        moe = self._take_moe(given, layer.experts_beside)
+        return ExpertBranch(
+            moe, *(self._norm(given, name) for name in ("input_norm", "output_norm", "dense_norm"))
+        )
+
+    def _take_layer_inputs(self, given: Parameters) -> LayerInputs:
+        given, size = given.below("layer_inputs."), self.config.layer_input_size
+        embedding, projection = given.tensor("embedding"), given.linear("projection")
+        return LayerInputs(embedding, projection, self._norm(given, "norm"), size, self._ops)
+
+    def _take_layer_input(self, given: Parameters) -> LayerInputBranch:
+        given = given.below("layer_input.")
+        mlp = self.config.layers[0].mlp
+        activation = make_activation(mlp.activation, None)
+        gate, projection = given.linear("gate"), given.linear("projection")
+        return LayerInputBranch(gate, projection, self._norm(given, "norm"), activation, self._ops)
+
+    def _norm(self, given: Parameters, name: str) -> Norm:
+        return Norm(self.config.norm, given.tensor(f"{name}.weight"), None, self._ops)
 
     def _take_attention(self, given: Parameters, index: int, config: AttentionConfig) -> Attention:
         heads = HeadParameters(
@@ -285,6 +323,8 @@ class Decoder:
             shared,
             None if shared_gate is None else self._ops.make_head(shared_gate),
             self._ops,
+            given.optional("router.scale"),
+            given.optional("router.expert_scales"),
         )
 
 

@@ -71,14 +71,15 @@ class KvPool:
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, int, int]],
+        shapes: Sequence[tuple[int, int, int] | int],
         num_blocks: int,
         tokens_per_block: int,
         dtype: torch.dtype,
         device: str,
         copy_blocks: CopyBlocks | None = None,
     ) -> None:
-        """``shapes``: (tensors, num_kv_heads, head_dim) of each layer. Blocks are copied by
+        """``shapes``: (tensors, num_kv_heads, head_dim) of each layer, or the number of an earlier
+        layer whose memory it reads. Blocks are copied by
         ``copy_blocks``; None: by torch, which takes tens of launches where a tensor has more than
         2^31 numbers."""
         self._copy_blocks = copy_blocks
@@ -86,7 +87,7 @@ class KvPool:
         self.tokens_per_block = tokens_per_block
         self._tensors: list[Tensor] = []
         self._layers: list[tuple[Tensor, Tensor]] = [None] * len(shapes)  # type: ignore[list-item]
-        for shape in dict.fromkeys(shapes):
+        for shape in dict.fromkeys(each for each in shapes if not isinstance(each, int)):
             layers = [index for index, each in enumerate(shapes) if each == shape]
             size = (len(layers), shape[0], num_blocks, tokens_per_block, *shape[1:])
             try:
@@ -99,6 +100,9 @@ class KvPool:
             self._tensors.append(memory)
             for index, layer in zip(layers, memory, strict=True):
                 self._layers[index] = (layer[0], layer[-1])
+        for index, source in enumerate(shapes):
+            if isinstance(source, int):
+                self._layers[index] = self._layers[source]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each [num_blocks, tokens_per_block, KVH, head_dim]."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inflight_backend.errors import CheckpointError
 from inflight_backend.models.checkpoint_files import INDEX, TensorHeader, list_names
@@ -82,6 +82,8 @@ def decoder_parameters(config: ModelConfig) -> list[ParameterSpec]:
         specs += _norm(config, "embedding_norm", prefix + names.embedding_norm)
     if config.embedding_size is not None:
         specs.append(_single("project_in.weight", f"{prefix}project_in.weight", (hidden, size)))
+    if config.layer_input_size:
+        specs += _layer_inputs(config)
     for index, layer in enumerate(config.layers):
         specs += _layer_parameters(config, index, layer)
     if config.has_final_norm:
@@ -104,17 +106,65 @@ def duplicate_names(config: ModelConfig) -> dict[str, str]:
 
 
 def _layer_parameters(config: ModelConfig, index: int, layer: LayerConfig) -> list[ParameterSpec]:
-    names, prefix = config.names, f"layers.{index}."
+    names, prefix, hidden = config.names, f"layers.{index}.", config.hidden_size
     folder = f"{names.prefix}{names.layers}{index}."
     specs = []
     for norm in NORMS_OF_BLOCK[config.block]:
         specs += _norm(config, prefix + norm, folder + getattr(names, norm))
     specs += _attention_parameters(config, layer.attention, prefix, folder + names.attention)
+    if config.layer_input_size:
+        size = config.layer_input_size
+        place = f"{prefix}layer_input."
+        specs += [
+            *_linear(config, f"{place}gate", f"{folder}per_layer_input_gate", size, hidden, False),
+            *_linear(
+                config, f"{place}projection", f"{folder}per_layer_projection", hidden, size, False
+            ),
+            *_norm(config, f"{place}norm", f"{folder}post_per_layer_input_norm"),
+        ]
+    if layer.experts_beside is not None:
+        place, norm = f"{prefix}beside.", "feedforward_layernorm"
+        beside = replace(config, names=replace(names, **NAMES_BESIDE))
+        specs += _moe_parameters(beside, layer.experts_beside, place, folder)
+        specs += _norm(config, f"{place}input_norm", f"{folder}pre_{norm}_2")
+        specs += _norm(config, f"{place}output_norm", f"{folder}post_{norm}_2")
+        specs += _norm(config, f"{place}dense_norm", f"{folder}post_{norm}_1")
     if layer.has_scalar:
         specs.append(_single(f"{prefix}scalar", f"{folder}layer_scalar", (1,)))
     if isinstance(layer.mlp, MlpConfig):
         return specs + _mlp_parameters(config, layer.mlp, prefix, folder + names.mlp)
     return specs + _moe_parameters(config, layer.mlp, prefix, folder + names.mlp)
+
+
+NAMES_BESIDE: dict[str, Any] = {
+    "router": "router.proj",
+    "expert_layout": "stacked",
+    "expert_gate": "experts.gate_up_proj",
+    "expert_down": "experts.down_proj",
+}
+"""Of experts beside a dense layer (Gemma 4)."""
+
+
+def _layer_inputs(config: ModelConfig) -> list[ParameterSpec]:
+    prefix, size = config.names.prefix, config.layer_input_size
+    rows = config.num_layers * size
+    source = f"{prefix}per_layer_projection_norm"
+    return [
+        _single(
+            "layer_inputs.embedding",
+            f"{prefix}embed_tokens_per_layer.weight",
+            (config.vocab_size, rows),
+        ),
+        *_linear(
+            config,
+            "layer_inputs.projection",
+            f"{prefix}per_layer_model_projection",
+            rows,
+            config.hidden_size,
+            False,
+        ),
+        *_norm(config, "layer_inputs.norm", source, size),
+    ]
 
 
 def _attention_parameters(
@@ -131,8 +181,9 @@ def _attention_parameters(
     else:
         turned, gates = _query_rows(attention, order)
         parts = [(names.query, query * (2 if attention.has_gate else 1), turned)]
-        parts.append((names.key, kv, _head_rows(attention.num_kv_heads, order)))
-        parts.append((names.key if attention.is_value_key else names.value, kv, None))
+        if attention.kv_source is None:
+            parts.append((names.key, kv, _head_rows(attention.num_kv_heads, order)))
+            parts.append((names.key if attention.is_value_key else names.value, kv, None))
         if gates is not None:  # the second half of each query head, behind all else
             parts.append((names.query, 2 * query, gates))
     specs = []
@@ -147,6 +198,8 @@ def _attention_parameters(
             ("query_norm", names.query_norm, attention.num_heads),
             ("key_norm", names.key_norm, attention.num_kv_heads),
         ):
+            if role == "key_norm" and attention.kv_source is not None:
+                continue
             specs.append(_head_norm(attention, prefix + role, folder + name, heads, order))
     specs += _linear(config, f"{prefix}output", folder + names.output, hidden, query,
                      attention.has_output_bias)  # fmt: skip
@@ -302,6 +355,13 @@ def _moe_parameters(
         shape = (1, experts) if names.is_correction_row else (experts,)
         source = Source(folder + names.correction, shape)
         specs.append(ParameterSpec(f"{prefix}router.correction", (source,), is_wide=True))
+    if moe.routing.has_input_norm:
+        scaled = partial(_multiplied, factor=hidden**-0.5)
+        source = Source(f"{folder}router.scale", (hidden,), scaled)
+        specs.append(ParameterSpec(f"{prefix}router.scale", (source,), is_wide=True))
+    if moe.routing.has_expert_scales:
+        source = Source(f"{folder}router.per_expert_scale", (experts,))
+        specs.append(ParameterSpec(f"{prefix}router.expert_scales", (source,), is_wide=True))
     specs += _EXPERTS[names.expert_layout](config, moe, f"{prefix}experts.", folder)
     if moe.shared is not None:
         shared = replace(config.names, gate_up=names.shared_gate_up, down=names.shared_down)
@@ -422,8 +482,10 @@ _EXPERTS: dict[str, Callable[[ModelConfig, MoeConfig, str, str], list[ParameterS
 }
 
 
-def _norm(config: ModelConfig, name: str, source: str) -> list[ParameterSpec]:
-    norm, shape = config.norm, (config.hidden_size,)
+def _norm(
+    config: ModelConfig, name: str, source: str, size: int | None = None
+) -> list[ParameterSpec]:
+    norm, shape = config.norm, (size or config.hidden_size,)
     specs = []
     if norm.has_weight:
         convert = partial(_add, amount=norm.offset, then=None) if norm.offset else None
@@ -497,6 +559,10 @@ def _in_order(tensor: Tensor, order: Sequence[int] | None, is_row: bool) -> Tens
 def _add(tensor: Tensor, amount: float, then: _Convert | None) -> Tensor:
     tensor = tensor.float() + amount
     return tensor if then is None else then(tensor)
+
+
+def _multiplied(tensor: Tensor, factor: float) -> Tensor:
+    return tensor.float() * factor
 
 
 def _transposed(tensor: Tensor, rows: Sequence[int] | None) -> Tensor:

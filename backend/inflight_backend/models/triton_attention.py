@@ -92,6 +92,9 @@ class TritonAttention:
     ) -> Tensor:
         """Norm and turn, store key and value; the query that is to attend."""
         config = self._layers[layer]
+        if config.kv_source is not None:  # any heads will do for what is not kept
+            heads = torch.cat((heads, *[heads[:, : config.num_kv_heads]] * 2), dim=1)
+            slot_mapping = torch.full_like(slot_mapping, -1)
         sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         query, key, value = torch.split(heads, sizes, dim=1)
         return rope_write_kv(

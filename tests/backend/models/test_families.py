@@ -92,7 +92,8 @@ def test_the_decoder_of_a_multimodal_model(tmp_path: Path, model_type: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["bloom", "gpt_oss", "llama4", "mixtral", "hunyuan", "cohere2", "glm4_moe", "gemma4"]
+    "name",
+    ["bloom", "gpt_oss", "llama4", "mixtral", "hunyuan", "cohere2", "glm4_moe", "gemma4-e2b"],
 )
 def test_logits_of_the_kernels(tmp_path: Path, name: str) -> None:
     """Sinks, ALiBi, chunks, experts, norms after turning and heads of two sizes, interpreted."""
@@ -103,7 +104,7 @@ def test_logits_of_the_kernels(tmp_path: Path, name: str) -> None:
 @pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "name",
-    ["gemma3", "mixtral", "deepseek_v3", "gpt2", "gpt_oss", "falcon-rw", "opt-350m", "gemma4"],
+    ["gemma3", "mixtral", "deepseek_v3", "gpt2", "gpt_oss", "falcon-rw", "opt-350m", "gemma4-e2b"],
 )
 def test_tokens_of_a_mixed_batch_through_a_pause(tmp_path: Path, name: str) -> None:
     """Each token is the likeliest by transformers' logits of all before it."""

@@ -43,6 +43,11 @@ SPELLINGS: dict[str, dict[str, Any]] = {
         "global_head_dim": 32,
         "num_global_key_value_heads": None,
     },
+    "gemma4-moe": {
+        "per_layer_config": None,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+    },
     "cohere2": {
         "layer_types": None,
         "sliding_window_pattern": 4,

@@ -53,6 +53,7 @@ class Attention:
     def _change(self, heads: Tensor, positions: Tensor) -> Tensor:
         config = self._config
         sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        assert config.kv_source is None, "such layers have norms of the backend only"
         query, key, value = torch.split(heads, sizes, dim=1)
         if self._norms is not None:
             query, key = (

@@ -10,9 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from inflight_backend.models.blocks.activations import ACTIVATIONS, Activate, clamped_swiglu
+from inflight_backend.models.blocks.norms import Norm, plain_rms_norm
 from inflight_backend.models.config import MlpConfig, MoeConfig, RoutingConfig
 from inflight_backend.models.layers import Activation
 from inflight_backend.models.ops import Ops
+
+ROUTER_EPS = 1e-6
+"""Of the norm before a router that has one (Gemma 4's configuration of all sizes)."""
 
 Linear: TypeAlias = Callable[[Any], Tensor]  # takes the `Activation` of its own `Ops`
 
@@ -61,22 +65,31 @@ class Moe:
         shared: Mlp | None,
         shared_gate: Linear | None,
         ops: Ops,
+        router_scale: Tensor | None = None,
+        expert_scales: Tensor | None = None,
     ) -> None:
         """``router`` takes float32, whatever the model's dtype is; ``gate_up`` [E, 2 * size,
-        hidden], ``down`` [E, hidden, size]; ``correction`` [E]."""
+        hidden], ``down`` [E, hidden, size]; ``correction`` and ``expert_scales`` [E];
+        ``router_scale`` [hidden]: of what the router reads, normed."""
         self._config, self._ops = config, ops
         self._router, self._router_bias, self._correction = router, router_bias, correction
         self._gate_up, self._gate_up_bias = gate_up, gate_up_bias
         self._down, self._down_bias = down, down_bias
         self._shared, self._shared_gate = shared, shared_gate
+        self._router_scale, self._expert_scales = router_scale, expert_scales
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """One step's tokens."""
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """One step's tokens; the router reads ``routed`` [T, hidden] in their place, if given."""
         config, num_tokens = self._config, len(x)
-        logits = self._router(x.float())
+        routed = (x if routed is None else routed).float()
+        if self._router_scale is not None:
+            routed = plain_rms_norm(routed, ROUTER_EPS) * self._router_scale
+        logits = self._router(routed)
         if self._router_bias is not None:
             logits = logits + self._router_bias
         experts, weights = choose_experts(config.routing, config.top_k, logits, self._correction)
+        if self._expert_scales is not None:
+            weights = weights * self._expert_scales[experts]
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         counts = torch.zeros(config.num_experts, dtype=torch.int32, device=x.device)
@@ -107,6 +120,19 @@ class Moe:
         if self._config.activation == "clamped_swiglu":
             return clamped_swiglu(gate, up)
         return ACTIVATIONS[self._config.activation](gate) * up
+
+
+class ExpertBranch:
+    """Experts beside a dense layer (Gemma 4): both answers are normed, then added."""
+
+    def __init__(self, moe: Moe, input_norm: Norm, output_norm: Norm, dense_norm: Norm) -> None:
+        self._moe, self._input_norm = moe, input_norm
+        self._output_norm, self._dense_norm = output_norm, dense_norm
+
+    def __call__(self, x: Tensor, dense: Tensor) -> Tensor:
+        """x [T, hidden] without the layer's norm, and what the dense layer made of it with."""
+        found = self._moe(self._input_norm(x), x)
+        return self._dense_norm(dense) + self._output_norm(found)
 
 
 def choose_experts(
