@@ -207,7 +207,8 @@ class WeightNames:
 
     ``qkv`` and ``gate_up``: fused ones. ``qkv_layout``: "rows" ([q; k; v]), "per_head" (q, k, v of
     each head), "per_group" (the queries of a KV head, its key, its value) or "codegen".
-    ``is_transposed``: weights are [inputs, outputs]. ``expert_layout``: see `parameters`.
+    ``attention_gate``: of gates that have a linear of their own; None: they lie behind each query
+    head. ``is_transposed``: weights are [inputs, outputs]. ``expert_layout``: see `parameters`.
     """
 
     prefix: str = "model."
@@ -236,6 +237,7 @@ class WeightNames:
     )
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
+    attention_gate: str | None = None
     sinks: str = "sinks"
     mlp: str = "mlp."
     gate: str = "gate_proj"
@@ -273,7 +275,8 @@ class ModelConfig:
     """A decoder. ``block``: where norms stand and what is added when (`decoder`): "pre", "post",
     "sandwich", "parallel" (one norm), "parallel2" (two norms) or "post_add".
 
-    ``position_offset``: of the first row of a learned table of positions; None: without.
+    ``position_offset``: of the first row of a learned table of positions, or of sines and cosines
+    that are computed (``has_sinusoids``); None: without.
     ``embedding_size``: of the table where that differs from ``hidden_size``. ``layer_input_size``:
     of a second embedding of tokens, one for each layer (`blocks.layer_inputs`). ``ignored``:
     patterns of tensors that have no use here.
@@ -289,6 +292,7 @@ class ModelConfig:
     dtype: str
     block: str = "pre"
     position_offset: int | None = None
+    has_sinusoids: bool = False
     embedding_size: int | None = None
     layer_input_size: int = 0
     embedding_scale: float = 1.0

@@ -24,6 +24,7 @@ from inflight_backend.models.blocks.latent_attention import LatentAttention
 from inflight_backend.models.blocks.layer_inputs import LayerInputBranch, LayerInputs
 from inflight_backend.models.blocks.mlp import ExpertBranch, Linear, Mlp, Moe
 from inflight_backend.models.blocks.norms import Norm
+from inflight_backend.models.blocks.rope import sinusoids
 from inflight_backend.models.config import (
     NORMS_OF_BLOCK,
     AttentionConfig,
@@ -160,6 +161,8 @@ class Decoder:
             x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
         if self._project_in is not None:
             x = self._project_in(self._ops.to_activation(x))
+        if config.has_sinusoids:
+            x = x + sinusoids(positions + (config.position_offset or 0), x.shape[1]).to(x.dtype)
         if self._positions is not None:
             x = x + self._positions[positions + (config.position_offset or 0)]
         return x if self._embedding_norm is None else self._embedding_norm(x)

@@ -75,7 +75,7 @@ def decoder_parameters(config: ModelConfig) -> list[ParameterSpec]:
     names, hidden = config.names, config.hidden_size
     prefix, size = names.prefix, config.embedding_size or hidden
     specs = [_single("embedding", f"{prefix}{names.embedding}.weight", (config.vocab_size, size))]
-    if config.position_offset is not None:
+    if config.position_offset is not None and not config.has_sinusoids:
         rows = config.max_position_embeddings + config.position_offset
         specs.append(_single("positions", f"{prefix}{names.positions}.weight", (rows, hidden)))
     if config.has_embedding_norm:
@@ -173,20 +173,8 @@ def _attention_parameters(
     names, hidden = config.names, config.hidden_size
     if attention.latent is not None:
         return _latent_parameters(config, attention, prefix, folder)
-    order = attention.rotary_order
-    query, kv = attention.query_size, attention.kv_size
-    if names.qkv is not None:
-        rows = _fused_rows(attention, names.qkv_layout, order)
-        parts = [(names.qkv, query + 2 * kv, rows)]
-    else:
-        turned, gates = _query_rows(attention, order)
-        parts = [(names.query, query * (2 if attention.has_gate else 1), turned)]
-        if attention.kv_source is None:
-            parts.append((names.key, kv, _head_rows(attention.num_kv_heads, order)))
-            parts.append((names.key if attention.is_value_key else names.value, kv, None))
-        if gates is not None:  # the second half of each query head, behind all else
-            parts.append((names.query, 2 * query, gates))
-    specs = []
+    order, query = attention.rotary_order, attention.query_size
+    parts, specs = _qkv_parts(names, attention, order), []
     for kind in ("weight", "bias") if attention.has_qkv_bias else ("weight",):
         sources = [
             _linear_source(config, f"{folder}{name}.{kind}", size, hidden, rows)
@@ -207,6 +195,30 @@ def _attention_parameters(
         sinks = Source(folder + names.sinks, (attention.num_heads,))
         specs.append(ParameterSpec(f"{prefix}sinks", (sinks,), is_wide=True))
     return specs
+
+
+_Part = tuple[str, int, list[int] | None]
+"""A linear of the checkpoint, its outputs, and which of them are taken (None: all)."""
+
+
+def _qkv_parts(
+    names: WeightNames, attention: AttentionConfig, order: Sequence[int] | None
+) -> list[_Part]:
+    """What queries, keys, values and gates come from, in this order."""
+    query, kv = attention.query_size, attention.kv_size
+    if names.qkv is not None:
+        return [(names.qkv, query + 2 * kv, _fused_rows(attention, names.qkv_layout, order))]
+    parts: list[_Part] = [(names.query, query, _head_rows(attention.num_heads, order))]
+    gate: _Part | None = None
+    if attention.has_gate and names.attention_gate is not None:
+        gate = (names.attention_gate, query, None)
+    elif attention.has_gate:  # the second half of each query head
+        turned, gates = _query_rows(attention, order)
+        parts, gate = [(names.query, 2 * query, turned)], (names.query, 2 * query, gates)
+    if attention.kv_source is None:
+        parts.append((names.key, kv, _head_rows(attention.num_kv_heads, order)))
+        parts.append((names.key if attention.is_value_key else names.value, kv, None))
+    return parts if gate is None else [*parts, gate]
 
 
 def _latent_parameters(
@@ -248,10 +260,8 @@ def _head_rows(num_heads: int, order: Sequence[int] | None) -> list[int] | None:
 
 def _query_rows(
     attention: AttentionConfig, order: Sequence[int] | None
-) -> tuple[list[int] | None, list[int] | None]:
-    """Rows of the query projection: those of queries and those of their gates."""
-    if not attention.has_gate:
-        return _head_rows(attention.num_heads, order), None
+) -> tuple[list[int], list[int]]:
+    """Rows of a query projection with gates in it: those of queries and those of their gates."""
     size = attention.head_dim
     order = order or range(size)
     heads = range(attention.num_heads)

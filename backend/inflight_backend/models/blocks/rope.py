@@ -1,4 +1,4 @@
-"""Rotary embedding: the tables of cosines and sines of a served length."""
+"""Positions: tables of the rotary embedding for a served length, and sines that are added."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from inflight_backend.models.config import ModelConfig, RopeConfig
 def make_tables(model: ModelConfig, num_positions: int, device: str) -> RopeTables:
     """The tables that the layers of a model need."""
     return {kind: make_cos_sin(*kind, num_positions).to(device) for kind in model.rope_kinds}
+
+
+def sinusoids(positions: Tensor, size: int) -> Tensor:
+    """positions [T] -> [T, size] float32: sines, then cosines of size / 2 angles, as tensor2tensor
+    has them (XGLM)."""
+    half = size // 2
+    exponents = torch.arange(half, device=positions.device) * (-math.log(10_000) / (half - 1))
+    angles = positions[:, None] * exponents.exp()
+    return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
 def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:

@@ -48,15 +48,20 @@ def _sharpened(reader: JsonReader, rope: RopeConfig) -> float:
     return 1.0
 
 
-def _read(reader: JsonReader, routing: RoutingConfig) -> ModelConfig:
+def _read(
+    reader: JsonReader, routing: RoutingConfig, *, first_dense: int = 0, tied: bool = False
+) -> ModelConfig:
+    """``first_dense``: layers without experts, where the file does not say."""
     plain = reader.with_values(head_dim=reader.integer("qk_rope_head_dim"))
-    model = read_plain(plain, rope=False)
+    model = read_plain(plain, rope=False, tied=tied)
     is_interleaved = reader.boolean("rope_interleave", default=True)
     model = _with_latents(reader, model, is_interleaved=is_interleaved)
     if "n_routed_experts" not in reader:
         return model
     moe = deepseek_experts(reader, routing)
-    first = reader.integer("first_k_dense_replace", default=0, minimum=0)
+    kinds = reader.texts("mlp_layer_types")
+    default = kinds.index("sparse") if "sparse" in kinds else first_dense
+    first = reader.integer("first_k_dense_replace", default=default, minimum=0)
     model = with_moe(model, moe, first)
     return replace(model, ignored=layers_behind(model))
 
@@ -78,6 +83,18 @@ def deepseek_v2(reader: JsonReader) -> ModelConfig:
 def deepseek_v3(reader: JsonReader) -> ModelConfig:
     """Experts by sigmoid with a correction."""
     return _read(reader, deepseek_routing(reader))
+
+
+@register_family("Glm4MoeLiteForCausalLM", "glm4_moe_lite")
+def glm4_moe_lite(reader: JsonReader) -> ModelConfig:
+    """GLM-4.7-Flash: DeepSeek V3 whose first layer alone has no experts."""
+    return _read(reader, deepseek_routing(reader), first_dense=1)
+
+
+@register_family("YoutuForCausalLM", "youtu")
+def youtu(reader: JsonReader) -> ModelConfig:
+    """DeepSeek V3 without experts."""
+    return _read(reader, RoutingConfig(), tied=True)
 
 
 @register_family("MiniCPM3ForCausalLM", "minicpm3")

@@ -150,6 +150,14 @@ def glm4_moe(reader: JsonReader) -> ModelConfig:
     return replace(model, ignored=layers_behind(model))
 
 
+@register_family("SolarOpenForCausalLM", "solar_open")
+def solar_open(reader: JsonReader) -> ModelConfig:
+    """GLM-4.5's experts in all layers."""
+    model = read_plain(reader.with_defaults(intermediate_size=1), is_partial=True)
+    model = model.with_attention(lambda *_: {"has_output_bias": False})
+    return with_moe(model, deepseek_experts(reader, deepseek_routing(reader)))
+
+
 @register_family("Dots1ForCausalLM", "dots1")
 def dots1(reader: JsonReader) -> ModelConfig:
     """DeepSeek V3's routing with norms of heads."""
@@ -167,6 +175,46 @@ def exaone_moe(reader: JsonReader) -> ModelConfig:
     names = replace(model.names, correction="e_score_correction_bias")
     model = with_moe(model, moe, reader.integer("first_k_dense_replace", default=1, minimum=0))
     return replace(model, names=names)
+
+
+@register_family("AfmoeForCausalLM", "afmoe")
+def afmoe(reader: JsonReader) -> ModelConfig:
+    """Norms before and behind both branches, gates of heads, full layers that do not turn; scores
+    by sigmoid with a correction."""
+    every = reader.integer("global_attn_every_n_layers", default=4)
+    windows = windows_by_type(
+        reader,
+        reader.integer("sliding_window", default=1024),
+        lambda layer: "full_attention" if (layer + 1) % every == 0 else "sliding_attention",
+    )
+    names = WeightNames(
+        attention_output_norm="post_attention_layernorm",
+        mlp_norm="pre_mlp_layernorm",
+        attention_gate="gate_proj",
+        router="router.gate",
+        correction="expert_bias",
+    )
+    if reader.boolean("attention_bias", default=False):
+        reader.fail("attention_bias", "true is not supported")
+    model = read_plain(reader, names=names, qk_norm="head", windows=windows)
+    model = model.with_attention(
+        lambda _, attention: {
+            "has_gate": True,
+            "rope": attention.rope if attention.window is not None else None,
+        }
+    )
+    routing = RoutingConfig(
+        "sigmoid",
+        is_normalized=True,
+        norm_eps=1e-20,
+        has_correction=True,
+        scale=reader.number("route_scale", default=1.0),
+    )
+    moe = deepseek_experts(reader, routing)
+    model = with_moe(model, moe, reader.integer("num_dense_layers", default=1, minimum=0))
+    is_scaled = reader.boolean("mup_enabled", default=False)
+    scale = model.hidden_size**0.5 if is_scaled else 1.0
+    return replace(model, block="sandwich", embedding_scale=scale)
 
 
 @register_family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe")

@@ -281,6 +281,20 @@ def biogpt(reader: JsonReader) -> ModelConfig:
     return replace(model, position_offset=2, embedding_scale=scale)
 
 
+@register_family("XGLMForCausalLM", "xglm")
+def xglm(reader: JsonReader) -> ModelConfig:
+    """BioGPT's layers, whose positions are sines."""
+    reader = _with_inner(
+        reader, hidden_size="d_model", num_attention_heads="attention_heads",
+        num_hidden_layers="num_layers", intermediate_size="ffn_dim",
+        hidden_act="activation_function",
+    )  # fmt: skip
+    model = biogpt(reader.with_values(layer_norm_eps=1e-5))
+    return replace(
+        model, names=replace(model.names, prefix="model.", head="lm_head"), has_sinusoids=True
+    )
+
+
 @register_family("BloomForCausalLM", "bloom")
 def bloom(reader: JsonReader) -> ModelConfig:
     """ALiBi instead of positions; embeddings are normed."""

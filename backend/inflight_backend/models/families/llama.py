@@ -14,6 +14,7 @@ from inflight_backend.models.families.rope import read_rope
 
 
 @register_family("LlamaForCausalLM", "llama", "internlm3")
+@register_family("LLaMAForCausalLM", "llama")
 def llama(reader: JsonReader) -> ModelConfig:
     """The plain decoder, with biases where ``attention_bias`` and ``mlp_bias`` ask for them.
 
@@ -59,6 +60,17 @@ def seed_oss(reader: JsonReader) -> ModelConfig:
     model = read_plain(reader)
     has_bias = reader.boolean("attention_out_bias", default=False)
     return model.with_attention(lambda *_: {"has_output_bias": has_bias})
+
+
+@register_family("CwmForCausalLM", "cwm")
+def cwm(reader: JsonReader) -> ModelConfig:
+    """Three of four layers slide."""
+    windows = windows_by_type(
+        reader,
+        reader.integer("sliding_window", default=8192),
+        lambda layer: "sliding_attention" if layer % 4 else "full_attention",
+    )
+    return read_plain(reader, windows=windows)
 
 
 @register_family("SmolLM3ForCausalLM", "smollm3")
