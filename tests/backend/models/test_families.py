@@ -16,7 +16,7 @@ from inflight_backend.models.attention import AttentionInputs, HostLengths
 from inflight_backend.models.backends import make_cache, make_ops
 from inflight_backend.models.blocks.rope import make_tables
 from inflight_backend.models.decoder import Decoder
-from inflight_backend.models.families.registry import read_model
+from inflight_backend.models.families.registry import FAMILIES, read_model
 from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.weights import Checkpoint
 
@@ -66,6 +66,20 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Of a wrong option logits differ by 1e-2 and more, of another order of sums by 1e-5."""
     bound = 2e-4 * max(1.0, float(expected.std()))
     assert float((found - expected).abs().max()) < bound
+
+
+def test_every_family_is_compared() -> None:
+    """By its ``model_type``: of one function there may be several architectures."""
+    compared = {model_type for model_type, _ in FAMILY_VARIANTS.values()} | WRAPPERS.keys()
+    same = {
+        "kimi_k2": "deepseek_v3",
+        "internlm3": "llama",
+        "llava_next": "llava",
+        "RefinedWeb": "falcon",
+        "RefinedWebModel": "falcon",
+    }
+    for family in FAMILIES.values():
+        assert {same.get(each, each) for each in family.model_types} <= compared
 
 
 @pytest.mark.fast(8)

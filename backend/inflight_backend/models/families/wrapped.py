@@ -8,7 +8,7 @@ from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.families.registry import read_by_type, register_family
 
-_WRAPPERS = {
+WRAPPERS = {
     "Gemma3ForConditionalGeneration": ("gemma3", "gemma3_text"),
     "Gemma4ForConditionalGeneration": ("gemma4", "gemma4_text"),
     "Llama4ForConditionalGeneration": ("llama4", "llama4_text"),
@@ -57,5 +57,5 @@ def read_wrapped(reader: JsonReader, text_type: str) -> ModelConfig:
     return read_by_type(inner, _SAME_AS.get(kind, kind))
 
 
-for _architecture, (_model_type, _text_type) in _WRAPPERS.items():
+for _architecture, (_model_type, _text_type) in WRAPPERS.items():
     register_family(_architecture, _model_type)(partial(read_wrapped, text_type=_text_type))
