@@ -29,6 +29,15 @@ _YARN = {
     "original_max_position_embeddings": 32,
 }
 _MOE = {"moe_intermediate_size": 24}
+_DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -127,6 +136,28 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             norm_topk_prob=False,
             head_dim=20,
             decoder_sparse_step=2,
+            **_MOE,
+        ),
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        dict(
+            _DELTA,
+            num_experts=6,
+            num_experts_per_tok=2,
+            shared_expert_intermediate_size=40,
+            mlp_only_layers=[1],
+            **_MOE,
+        ),
+    ),
+    "qwen3_5": ("qwen3_5_text", _DELTA),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        dict(
+            _DELTA,
+            num_experts=8,
+            num_experts_per_tok=2,
+            shared_expert_intermediate_size=40,
             **_MOE,
         ),
     ),
@@ -692,6 +723,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"rope_parameters": _MROPE},
     "qwen2_5_vl": {"rope_parameters": _MROPE},
     "qwen3_vl": {},
+    "qwen3_5": _DELTA | {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.5}},
     "qwen3_vl_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
 """``model_type`` of a multimodal model -> what its ``text_config`` adds to the small one."""

@@ -43,6 +43,7 @@ class CountingEngine:
     dtype_name = "int"
     is_asynchronous = False  # it is not; a test may say so to get the overlapped loop
     supports_drafts = True
+    supports_block_reuse = True
 
     def __init__(
         self,

@@ -233,10 +233,10 @@ def _choose_backend(config: EngineConfig, model: ModelConfig, has_triton: bool) 
         raise ConfigurationError(
             "attention_backend is triton, which is not installed; install it, or use torch or auto"
         )
-    if config.deterministic_mode and any(layer.attention.latent for layer in model.layers):
+    if config.deterministic_mode and (model.deltas or any(each.latent for each in model.attending)):
         raise ConfigurationError(
-            "deterministic_mode is not supported for latent attention, whose products depend on "
-            "the batch; set it to false"
+            "deterministic_mode is not supported for latent attention and recurrences, whose "
+            "products depend on the batch; set it to false"
         )
     if backend != "triton" and config.deterministic_mode:
         raise ConfigurationError(

@@ -43,7 +43,13 @@ from inflight_backend.models.blocks.rope import make_tables
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.decoder import Decoder
 from inflight_backend.models.families.registry import read_model
-from inflight_backend.models.kv_cache import CudaMemory, DeviceMemory, KvPool, allocator_bytes
+from inflight_backend.models.kv_cache import (
+    CudaMemory,
+    DeviceMemory,
+    KvPool,
+    RecurrentStates,
+    allocator_bytes,
+)
 from inflight_backend.models.layers import Parameter
 from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.weights import Checkpoint, OnProgress
@@ -84,7 +90,10 @@ class Engine:
         self.is_asynchronous = config.device != "cpu"
         self.supports_block_copies = True
         # Tokens of a run come from another kernel than single ones.
-        self.supports_drafts = not config.deterministic_mode
+        # What a draft has done to the state of a recurrence cannot be undone.
+        self.supports_drafts = not config.deterministic_mode and not model_config.deltas
+        # Blocks hold no states: a prompt is computed from its beginning.
+        self.supports_block_reuse = not model_config.deltas
 
         ops = make_ops(
             config.attention_backend,
@@ -96,6 +105,9 @@ class Engine:
         max_blocks = -(-config.seq_len_limit // config.tokens_per_block)
         self._slots = SlotTable(
             config.num_slots, max_blocks, config.tokens_per_block, config.device
+        )
+        self._states = RecurrentStates(
+            model_config.deltas, config.num_slots, config.torch_dtype, config.device
         )
         words = max_words(config.num_slots, config.num_tokens_limit, max_blocks)
         self._buffer = StepBuffer(words, config.num_slots, config.device)
@@ -225,6 +237,7 @@ class Engine:
             self._pool.clean(partly_filled_blocks(batch, self.tokens_per_block))
         if batch.beam_moves:
             self._slots.move(batch, words)
+            self._states.move(words.move_slots.long(), words.move_parents.long())
             self._sampler.move(words)
         self._slots.set_up(batch, words)
         self._sampler.set_up(batch.setups)
@@ -309,6 +322,7 @@ class Engine:
             kv_dtype=self.config.kv_dtype,
             device=self.config.device,
             is_deterministic=self.config.deterministic_mode,
+            states=self._states,
         )
 
     def _measure_step(self, memory: DeviceMemory) -> int:

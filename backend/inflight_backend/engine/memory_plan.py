@@ -22,7 +22,7 @@ from pathlib import Path
 from inflight_backend.engine.config import DTYPE_TO_BYTES, EngineConfig, resolve_on_device
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.checkpoint_files import read_weight_headers
-from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.config import ModelConfig, state_shapes
 from inflight_backend.models.families.registry import read_model
 from inflight_backend.models.parameters import check_weights, decoder_parameters, fitted
 from inflight_scheduler import MAX_STOP_TOKEN_IDS
@@ -100,6 +100,17 @@ def kv_bytes_per_token(config: EngineConfig, model: ModelConfig) -> int:
     size = 1 if config.kv_cache_dtype == "fp8" else DTYPE_TO_BYTES[config.dtype]
     layers = [layer.attention for layer in model.layers]
     return sum(each.num_cached * each.kv_size for each in layers) * size
+
+
+def state_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """States of all slots in layers with a recurrence, for a resolved configuration."""
+    sizes = DTYPE_TO_BYTES[config.dtype], DTYPE_TO_BYTES["float32"]
+    per_slot = sum(
+        prod(shape) * size
+        for delta in model.deltas.values()
+        for shape, size in zip(state_shapes(delta), sizes, strict=True)
+    )
+    return (config.num_slots + 1) * per_slot
 
 
 def choose_num_blocks(config: EngineConfig, bytes_per_token: int, max_bytes: int | None) -> int:
@@ -215,7 +226,7 @@ def make_plan(
     weight_bytes = _weight_bytes(model, config)
     head_dims = sum(head_dim for _, head_dim in model.rope_kinds)
     table_bytes = config.seq_len_limit * head_dims * _ROPE_BYTES
-    slot_bytes = reserved_bytes(config, model.vocab_size)
+    slot_bytes = reserved_bytes(config, model.vocab_size) + state_bytes(config, model)
     num_rows = min(config.num_slots, config.num_tokens_limit)
     step_bytes = _step_bytes(model, config.num_tokens_limit, num_rows, DTYPE_TO_BYTES[config.dtype])
     free_bytes = max_bytes = None

@@ -171,7 +171,7 @@ class Batcher:
         self._params = params
         self.num_paused = 0
         # Engines without these attributes share full blocks only, return tokens only, and verify
-        # no drafts.
+        # no drafts. One that keeps states beside its blocks says that it cannot share any.
         self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
         self._take_outputs: Callable[[], StepOutputs | None] | None = getattr(
             engine, "take_outputs", None
@@ -180,7 +180,8 @@ class Batcher:
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
-            enable_reuse=params.kv_cache_config.enable_block_reuse,
+            enable_reuse=params.kv_cache_config.enable_block_reuse
+            and getattr(engine, "supports_block_reuse", True),
             may_copy_blocks=self._may_copy_blocks,
         )
         self.gatherer = OutputGatherer(engine.vocab_size)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inflight_backend.models.config import AttentionConfig, ModelConfig, RopeConfig
-from inflight_backend.models.kv_cache import KvPool
+from inflight_backend.models.kv_cache import KvPool, RecurrentStates
 from inflight_kernels import reference
 
 RopeTables: TypeAlias = dict[tuple[RopeConfig | None, int], Tensor]
@@ -47,7 +47,8 @@ class AttentionInputs:
     On the device: ``block_tables`` [num_sequences, max_blocks] int32, ``context_lengths``
     [num_sequences] int32 (cached plus the tokens of this step), ``query_starts`` [num_chunks + 1]
     int32 (chunk ``c`` has the tokens from ``query_starts[c]`` to ``query_starts[c + 1]``),
-    ``positions`` and ``slot_mapping`` [num_tokens] int64. Padding has context length 0 and slot -1.
+    ``positions`` and ``slot_mapping`` [num_tokens] int64, ``slots`` [num_sequences] int64. Padding
+    has context length 0, and -1 in ``slot_mapping``.
 
     The two lengths also lie on the host, so that no backend has to wait for the device to learn
     them; a step that is being captured has none (``host`` is None), since its lengths differ from
@@ -60,11 +61,20 @@ class AttentionInputs:
     query_starts: Tensor
     positions: Tensor
     slot_mapping: Tensor
+    slots: Tensor
     host: HostLengths | None
 
 
 class AttentionStep(Protocol):
     """One step; layers are run in order, each once."""
+
+    @property
+    def inputs(self) -> AttentionInputs:
+        """What the step was begun with."""
+
+    @property
+    def states(self) -> RecurrentStates | None:
+        """Of the slots, for layers that attend to nothing: they read them and carry them on."""
 
     def attend(self, layer: int, heads: Tensor, parameters: HeadParameters) -> Tensor:
         """``heads`` [T, H + 2 * KVH, D] are query, key and value (without value where latents are
@@ -91,12 +101,18 @@ class TorchAttention:
     reads_past_the_end = True
     can_be_captured = False
 
-    def __init__(self, pool: KvPool, model: ModelConfig, tables: RopeTables) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        pool: KvPool,
+        model: ModelConfig,
+        tables: RopeTables,
+        states: RecurrentStates | None = None,
+    ) -> None:
+        self._pool, self._states = pool, states
         self._tables = tables
         self._layers = [layer.attention for layer in model.layers]
-        device = pool.layer(0)[0].device
-        self._slopes = [make_slopes(each, device) for each in self._layers]
+        self._views = {(each.window, each.chunk) for each in model.attending}
+        self._slopes = [make_slopes(each, pool.device) for each in self._layers]
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
         """Plan once for every distinct view of the past."""
@@ -109,14 +125,14 @@ class TorchAttention:
                 self._pool.tokens_per_block,
                 *view,
             )
-            for view in {(each.window, each.chunk) for each in self._layers}
+            for view in self._views
         }
-        dtype = self._pool.layer(0)[0].dtype
+        dtype = self._pool.dtype
         angles = {
             kind: reference.rope_angles(table, inputs.positions, dtype)
             for kind, table in self._tables.items()
         }
-        return _TorchStep(self, plans, angles, inputs.slot_mapping)
+        return _TorchStep(inputs, self._states, self, plans, angles)
 
     def attend(
         self, layer: int, heads: Tensor, parameters: HeadParameters, step: _TorchStep
@@ -142,7 +158,7 @@ class TorchAttention:
             key = _prepare(key, parameters.key_norm, angles, config)
         if config.latent is not None:
             value = key
-        reference.write_kv(key, value, keys, values, step.slot_mapping)
+        reference.write_kv(key, value, keys, values, step.inputs.slot_mapping)
         return plan.attend(query, keys, values, weighting, own=(key, value))
 
 
@@ -166,10 +182,11 @@ def _prepare(
 
 @dataclass(frozen=True, slots=True)
 class _TorchStep:
+    inputs: AttentionInputs
+    states: RecurrentStates | None
     backend: TorchAttention
     plans: dict[tuple[int | None, int | None], reference.AttentionPlan]
     angles: dict[tuple[RopeConfig | None, int], tuple[Tensor, Tensor]]
-    slot_mapping: Tensor
 
     def attend(self, layer: int, heads: Tensor, parameters: HeadParameters) -> Tensor:
         return self.backend.attend(layer, heads, parameters, self)

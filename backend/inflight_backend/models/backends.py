@@ -10,7 +10,7 @@ import torch
 
 from inflight_backend.models.attention import AttentionBackend, RopeTables, TorchAttention
 from inflight_backend.models.config import ModelConfig
-from inflight_backend.models.kv_cache import KvPool
+from inflight_backend.models.kv_cache import KvPool, RecurrentStates
 from inflight_backend.models.ops import FP8_TORCH_OPS, TORCH_OPS, Ops
 
 
@@ -37,9 +37,11 @@ def make_cache(
     kv_dtype: torch.dtype,
     device: str,
     is_deterministic: bool,
+    states: RecurrentStates | None = None,
 ) -> tuple[KvPool, AttentionBackend]:
     """The KV blocks of a model on ``device``, and the attention over them.
 
+    ``states``: of the slots, where the model has recurrences.
     ``is_deterministic``: the result of a row must not depend on the others.
     """
     kinds = [each.attention for each in model.layers]
@@ -55,7 +57,7 @@ def make_cache(
         from inflight_kernels.ops.copy_blocks import copy_blocks
 
         pool = KvPool(*shape, kv_dtype, device, copy_blocks)
-        return pool, TritonAttention(pool, model, tables, is_deterministic=is_deterministic)
+        return pool, TritonAttention(pool, model, tables, states, is_deterministic=is_deterministic)
     assert not is_deterministic, "resolve() chooses another backend, or refuses"
     pool = KvPool(*shape, kv_dtype, device)
-    return pool, TorchAttention(pool, model, tables)
+    return pool, TorchAttention(pool, model, tables, states)

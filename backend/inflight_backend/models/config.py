@@ -60,6 +60,42 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Sizes of a gated delta rule (`blocks.gated_delta`). ``is_joined``: the checkpoint has all of
+    a key head's projections in one linear."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+    norm_eps: float
+    is_joined: bool
+
+    @property
+    def key_size(self) -> int:
+        """Columns of all keys (or queries)."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Columns of all values."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Columns that pass the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+
+def state_shapes(delta: DeltaConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of one text: the last inputs of the convolution, in the dtype of the model, and a matrix for
+    each head, float32."""
+    inputs = (delta.num_channels, delta.conv_size - 1)
+    return inputs, (delta.num_value_heads, delta.key_dim, delta.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """The attention of one layer.
 
@@ -68,7 +104,8 @@ class AttentionConfig:
     (over all heads, [num_heads * head_dim]), "per_head" (a weight for each, [num_heads, head_dim];
     "per_head_list": as a tensor each) or "plain" (no weight); None for none.
     ``is_value_key``: values are the keys before norm and turning. ``kv_source``: an earlier layer
-    whose keys and values are read, instead of own ones. ``slopes``: of ALiBi, one for
+    whose keys and values are read, instead of own ones. ``delta``: instead of attention there is a
+    recurrence, which caches no tokens. ``slopes``: of ALiBi, one for
     each head. ``temperature``: (scale, span, shift) multiply a query at position p by
     ``1 + scale * log(1 + floor((p + shift) / span))``.
     """
@@ -95,6 +132,7 @@ class AttentionConfig:
     kv_source: int | None = None
     temperature: tuple[float, float, float] | None = None
     latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
 
     @property
     def rotary_order(self) -> list[int] | None:
@@ -119,7 +157,7 @@ class AttentionConfig:
     @property
     def num_cached(self) -> int:
         """Tensors of the cache: keys and values, or latents that are both, or another layer's."""
-        if self.kv_source is not None:
+        if self.kv_source is not None or self.delta is not None:
             return 0
         return 1 if self.latent is not None else 2
 
@@ -313,7 +351,7 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         """The largest of all layers."""
-        return max(layer.attention.head_dim for layer in self.layers)
+        return max(each.head_dim for each in self.attending)
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -338,11 +376,20 @@ class ModelConfig:
         return max(layer.attention.kv_size for layer in self.layers)
 
     @property
+    def deltas(self) -> dict[int, DeltaConfig]:
+        """The recurrences, by layer."""
+        found = ((index, layer.attention.delta) for index, layer in enumerate(self.layers))
+        return {index: delta for index, delta in found if delta is not None}
+
+    @property
+    def attending(self) -> list[AttentionConfig]:
+        """The other layers."""
+        return [layer.attention for layer in self.layers if layer.attention.delta is None]
+
+    @property
     def rope_kinds(self) -> list[tuple[RopeConfig | None, int]]:
         """(rotary embedding, head_dim) of the layers, each pair once: a table each."""
-        return list(
-            dict.fromkeys((each.attention.rope, each.attention.head_dim) for each in self.layers)
-        )
+        return list(dict.fromkeys((each.rope, each.head_dim) for each in self.attending))
 
     def with_layers(self, change: Callable[[int, LayerConfig], LayerConfig]) -> ModelConfig:
         """The same with each layer, by number, changed."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from inflight_backend.models.attention import AttentionStep, HeadParameters
 from inflight_backend.models.blocks.activations import make_activation
 from inflight_backend.models.blocks.attention import Attention
+from inflight_backend.models.blocks.gated_delta import GatedDelta
 from inflight_backend.models.blocks.latent_attention import LatentAttention
 from inflight_backend.models.blocks.layer_inputs import LayerInputBranch, LayerInputs
 from inflight_backend.models.blocks.mlp import ExpertBranch, Linear, Mlp, Moe
@@ -73,7 +74,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | GatedDelta
     mlp: Mlp | Moe
     input_norm: Norm | None
     attention_output_norm: Norm | None
@@ -239,9 +240,8 @@ class Decoder:
         return Norm(config.norm, weight, bias, self._ops)
 
     def _take_layer(self, given: Parameters, index: int, layer: LayerConfig) -> _Layer:
-        take = self._take_attention if layer.attention.latent is None else self._take_latent
         return _Layer(
-            take(given, index, layer.attention),
+            self._take_mixer(given, index, layer.attention),
             self._take_mlp(given, layer.mlp)
             if isinstance(layer.mlp, MlpConfig)
             else self._take_moe(given, layer.mlp),
@@ -277,6 +277,24 @@ class Decoder:
 
     def _norm(self, given: Parameters, name: str) -> Norm:
         return Norm(self.config.norm, given.tensor(f"{name}.weight"), None, self._ops)
+
+    def _take_mixer(
+        self, given: Parameters, index: int, config: AttentionConfig
+    ) -> Attention | LatentAttention | GatedDelta:
+        if config.delta is not None:
+            given = given.below("delta.")
+            return GatedDelta(
+                config.delta,
+                index,
+                given.linear("inputs"),
+                given.linear("gates"),
+                given.tensor("conv"),
+                (given.tensor("rate"), given.tensor("step_bias")),
+                given.tensor("norm"),
+                given.linear("output", feeds_norm=True),
+            )
+        take = self._take_attention if config.latent is None else self._take_latent
+        return take(given, index, config)
 
     def _take_attention(self, given: Parameters, index: int, config: AttentionConfig) -> Attention:
         heads = HeadParameters(

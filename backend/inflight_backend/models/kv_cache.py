@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.models.config import DeltaConfig, state_shapes
 
 
 def allocator_bytes() -> int:
@@ -62,6 +63,38 @@ CopyBlocks: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 `inflight_kernels.ops.copy_blocks`."""
 
 
+class RecurrentStates:
+    """What layers with a recurrence know of the text of each slot, and of the padding slot: the
+    last inputs of the convolution [num_slots + 1, channels, conv_size - 1], and a matrix for each
+    head [num_slots + 1, heads, key_dim, value_dim] float32."""
+
+    def __init__(
+        self, deltas: Mapping[int, DeltaConfig], num_slots: int, dtype: torch.dtype, device: str
+    ) -> None:
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        for index, delta in deltas.items():
+            try:
+                self._layers[index] = tuple(  # type: ignore[assignment]
+                    torch.zeros((num_slots + 1, *shape), dtype=kind, device=device)
+                    for shape, kind in zip(state_shapes(delta), (dtype, torch.float32), strict=True)
+                )
+            except (RuntimeError, MemoryError):
+                raise ConfigurationError(
+                    f"no memory on {device} for the states of {num_slots} slots; lower "
+                    "max_batch_size"
+                ) from None
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs of the convolution, and matrices, of a layer."""
+        return self._layers[index]
+
+    def move(self, slots: Tensor, parents: Tensor) -> None:
+        """``slots`` [n] get what ``parents`` [n] know; all are read before any is written."""
+        for tensors in self._layers.values():
+            for tensor in tensors:
+                tensor[slots] = tensor[parents]
+
+
 class KvPool:
     """Keys and values of all layers: for the layers of one shape one tensor [num_layers, 2 (1 where
     the keys are the values), num_blocks, tokens_per_block, num_kv_heads, head_dim].
@@ -87,7 +120,10 @@ class KvPool:
         self.tokens_per_block = tokens_per_block
         self._tensors: list[Tensor] = []
         self._layers: list[tuple[Tensor, Tensor]] = [None] * len(shapes)  # type: ignore[list-item]
+        self.dtype, self.device = dtype, torch.device(device)
         for shape in dict.fromkeys(each for each in shapes if not isinstance(each, int)):
+            if shape[0] == 0:  # layers that keep no tokens
+                continue
             layers = [index for index, each in enumerate(shapes) if each == shape]
             size = (len(layers), shape[0], num_blocks, tokens_per_block, *shape[1:])
             try:

@@ -18,6 +18,7 @@ from inflight_backend.models.checkpoint_files import INDEX, TensorHeader, list_n
 from inflight_backend.models.config import (
     NORMS_OF_BLOCK,
     AttentionConfig,
+    DeltaConfig,
     LayerConfig,
     MlpConfig,
     ModelConfig,
@@ -111,7 +112,12 @@ def _layer_parameters(config: ModelConfig, index: int, layer: LayerConfig) -> li
     specs = []
     for norm in NORMS_OF_BLOCK[config.block]:
         specs += _norm(config, prefix + norm, folder + getattr(names, norm))
-    specs += _attention_parameters(config, layer.attention, prefix, folder + names.attention)
+    if layer.attention.delta is not None:
+        specs += _delta_parameters(
+            config, layer.attention.delta, f"{prefix}delta.", f"{folder}linear_attn."
+        )
+    else:
+        specs += _attention_parameters(config, layer.attention, prefix, folder + names.attention)
     if config.layer_input_size:
         size = config.layer_input_size
         place = f"{prefix}layer_input."
@@ -249,6 +255,60 @@ def _latent_parameters(
         *_linear(config, f"{prefix}output", folder + names.output, hidden, heads * latent.value,
                  attention.has_output_bias),
     ]  # fmt: skip
+
+
+def _delta_parameters(
+    config: ModelConfig, delta: DeltaConfig, prefix: str, folder: str
+) -> list[ParameterSpec]:
+    hidden, heads = config.hidden_size, delta.num_value_heads
+    inputs: tuple[Source, ...]
+    gates: tuple[Source, ...]
+    if delta.is_joined:
+        sizes = (delta.num_channels + delta.value_size, 2 * heads)
+        inputs, gates = (
+            (_linear_source(config, f"{folder}in_proj_{name}.weight", size, hidden, rows),)
+            for name, size, rows in zip(("qkvz", "ba"), sizes, _joined_rows(delta), strict=True)
+        )
+    else:
+        inputs, gates = (
+            tuple(Source(f"{folder}in_proj_{name}.weight", (size, hidden)) for name, size in parts)
+            for parts in (
+                (("qkv", delta.num_channels), ("z", delta.value_size)),
+                (("b", heads), ("a", heads)),
+            )
+        )
+    conv = (delta.num_channels, 1, delta.conv_size)
+    channels = Source(f"{folder}conv1d.weight", conv, _flat, (conv[0], conv[2]))
+    wide = {"rate": "A_log", "step_bias": "dt_bias"}
+    return [
+        ParameterSpec(f"{prefix}inputs.weight", inputs, is_linear=True),
+        ParameterSpec(f"{prefix}gates.weight", gates, is_linear=True),
+        ParameterSpec(f"{prefix}conv", (channels,)),
+        *(
+            ParameterSpec(prefix + name, (Source(folder + source, (heads,)),), is_wide=True)
+            for name, source in wide.items()
+        ),
+        _single(f"{prefix}norm", f"{folder}norm.weight", (delta.value_dim,)),
+        *_linear(config, f"{prefix}output", f"{folder}out_proj", hidden, delta.value_size, False),
+    ]
+
+
+def _joined_rows(delta: DeltaConfig) -> tuple[list[int], list[int]]:
+    """Rows of [queries; keys; values; gates] and of [strengths; steps], where the checkpoint has
+    those of each key head side by side."""
+    share = delta.num_value_heads // delta.num_key_heads
+    rows = []
+    for sizes in ([delta.key_dim] * 2 + [share * delta.value_dim] * 2, [share] * 2):
+        starts = [sum(sizes[:part]) for part in range(len(sizes))]
+        rows.append(
+            [
+                head * sum(sizes) + start + each
+                for start, size in zip(starts, sizes, strict=True)
+                for head in range(delta.num_key_heads)
+                for each in range(size)
+            ]
+        )
+    return rows[0], rows[1]
 
 
 def _head_rows(num_heads: int, order: Sequence[int] | None) -> list[int] | None:

@@ -21,7 +21,7 @@ from inflight_backend.models.attention import (
     make_slopes,
 )
 from inflight_backend.models.config import AttentionConfig, ModelConfig
-from inflight_backend.models.kv_cache import KvPool
+from inflight_backend.models.kv_cache import KvPool, RecurrentStates
 from inflight_kernels.ops.paged_attention_context import paged_attention_context
 from inflight_kernels.ops.paged_attention_generation import (
     GenerationWork,
@@ -39,23 +39,24 @@ class TritonAttention:
     """Kernels on the memory of one pool, whose KV may be FP8."""
 
     reads_past_the_end = False
-    can_be_captured = True
 
     def __init__(
         self,
         pool: KvPool,
         model: ModelConfig,
         tables: RopeTables,
+        states: RecurrentStates | None = None,
         *,
         is_deterministic: bool = False,
     ) -> None:
+        # A recurrence reads lengths from the host.
+        self._states, self.can_be_captured = states, not model.deltas
         # Then splits and tiles depend on a row's own length, not on the batch.
         self._num_splits = DETERMINISTIC_SPLITS if is_deterministic else None
         self._pool = pool
         self._layers = [layer.attention for layer in model.layers]
-        self._tables = [tables[each.rope, each.head_dim] for each in self._layers]
-        device = self._tables[0].device
-        self._slopes = [make_slopes(each, device) for each in self._layers]
+        self._tables = [tables.get((each.rope, each.head_dim)) for each in self._layers]
+        self._slopes = [make_slopes(each, pool.device) for each in self._layers]
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
         """Shared are views, the longest chunk, a hint for the size of tiles (in a captured step any
@@ -66,7 +67,8 @@ class TritonAttention:
             longest = int(inputs.host.query.max())
         tables, lengths = inputs.block_tables, inputs.context_lengths
         chunks = Chunks(tables[count:], lengths[count:], inputs.query_starts, longest)
-        kinds = {_kind_of(each): index for index, each in enumerate(self._layers)} if count else {}
+        attending = [(index, each) for index, each in enumerate(self._layers) if not each.delta]
+        kinds = {_kind_of(each): index for index, each in attending} if count else {}
         work = {
             kind: plan_generation(
                 self._layers[index].num_heads,
@@ -80,18 +82,19 @@ class TritonAttention:
             for kind, index in kinds.items()
         }
         generations = Generations(tables[:count], lengths[:count], work)
-        return _TritonStep(self, inputs.positions, inputs.slot_mapping, chunks, generations)
+        return _TritonStep(inputs, self._states, self, chunks, generations)
 
     def write(
         self,
         layer: int,
         heads: Tensor,
         parameters: HeadParameters,
-        positions: Tensor,
-        slot_mapping: Tensor,
+        inputs: AttentionInputs,
     ) -> Tensor:
         """Norm and turn, store key and value; the query that is to attend."""
-        config = self._layers[layer]
+        config, slot_mapping = self._layers[layer], inputs.slot_mapping
+        table = self._tables[layer]
+        assert table is not None, "a recurrence turns nothing"
         if config.kv_source is not None:  # any heads will do for what is not kept
             heads = torch.cat((heads, *[heads[:, : config.num_kv_heads]] * 2), dim=1)
             slot_mapping = torch.full_like(slot_mapping, -1)
@@ -101,8 +104,8 @@ class TritonAttention:
             query,
             key,
             value,
-            self._tables[layer],
-            positions,
+            table,
+            inputs.positions,
             *self._pool.layer(layer),
             slot_mapping,
             parameters.query_norm,
@@ -197,15 +200,15 @@ class Generations:
 class _TritonStep:
     """Generations first, then chunks, then padding; how many are none only the device knows."""
 
+    inputs: AttentionInputs
+    states: RecurrentStates | None
     backend: TritonAttention
-    positions: Tensor
-    slot_mapping: Tensor
     chunks: Chunks
     generations: Generations
 
     def attend(self, layer: int, heads: Tensor, parameters: HeadParameters) -> Tensor:
         backend, chunks, generations = self.backend, self.chunks, self.generations
-        query = backend.write(layer, heads, parameters, self.positions, self.slot_mapping)
+        query = backend.write(layer, heads, parameters, self.inputs)
         rows, sinks = len(generations.lengths), parameters.sinks
         if len(chunks.lengths) == 0:
             return backend.attend_generation(layer, query, sinks, generations)

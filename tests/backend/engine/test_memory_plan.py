@@ -47,7 +47,14 @@ CONFIG = EngineConfig(device="cpu", tokens_per_block=8, max_tokens_in_paged_kv_c
 def check_sizes(folder: Path, config: EngineConfig) -> MemoryPlan:
     """Parameters, tables and pool of the plan against those of an engine, byte by byte."""
     made, engine = make_plan(folder, config), Engine.load(folder, config)
-    layers = [engine._pool.layer(index) for index in range(engine.model_config.num_layers)]
+    model = engine.model_config
+    layers = [
+        engine._pool.layer(index)
+        for index, layer in enumerate(model.layers)
+        if layer.attention.delta is None
+    ]
+    states = [each for index in model.deltas for each in engine._states.layer(index)]
+    assert sum(each.nbytes for each in states) == memory_plan.state_bytes(engine.config, model)
     assert engine.num_blocks == made.num_blocks
     tensors_of_pool = {each.data_ptr(): each.nbytes for pair in layers for each in pair}
     assert sum(tensors_of_pool.values()) == made.pool_bytes
@@ -80,7 +87,7 @@ def test_the_plan_is_what_the_engine_takes(checkpoint: Folder, variant: str) -> 
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("family", ["gemma4-e2b", "deepseek_v3", "gpt_oss", "olmo3"])
+@pytest.mark.parametrize("family", ["gemma4-e2b", "qwen3_next", "deepseek_v3", "gpt_oss", "olmo3"])
 def test_the_plan_of_layers_that_differ(tmp_path: Path, family: str) -> None:
     """Heads of two sizes, caches of other layers, latents that are keys and values, two ropes,
     float32 beside float16."""

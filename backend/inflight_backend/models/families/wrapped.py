@@ -17,6 +17,8 @@ WRAPPERS = {
     "Mistral3ForConditionalGeneration": ("mistral3", "mistral"),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl", "qwen2"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "qwen2"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5_text"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_5_moe_text"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", "qwen3"),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "qwen3_moe"),
 }
