@@ -38,13 +38,15 @@ _Convert = Callable[["Tensor"], "Tensor"]
 class Source:
     """A tensor of the checkpoint, the shape it must have there, and what becomes of it.
 
-    ``convert`` makes of it a tensor of shape ``result`` (None: of the same shape).
+    ``convert`` makes of it a tensor of shape ``result`` (None: of the same shape). ``part``: only
+    these rows of it are read, from the first to the one behind the last.
     """
 
     name: str
     shape: _Shape
     convert: _Convert | None = None
     result: _Shape | None = None
+    part: tuple[int, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -525,9 +527,7 @@ def _experts_joined(
     # Gate and up of an expert must lie together: the loader fills rows in order, so each expert's
     # rows of both tensors are sources of their own.
     gate_up = tuple(
-        Source(
-            folder + name, shape, partial(_slice, first=expert * size, count=size), (size, hidden)
-        )
+        Source(folder + name, shape, None, (size, hidden), (expert * size, (expert + 1) * size))
         for expert in range(count)
         for name in (names.expert_gate, names.expert_up)
     )
@@ -657,10 +657,6 @@ def _gates_first(tensor: Tensor, is_interleaved: bool) -> Tensor:
         return tensor
     count, size, *rest = tensor.shape
     return tensor.reshape(count, size // 2, 2, *rest).transpose(1, 2).flatten(1, 2)
-
-
-def _slice(tensor: Tensor, first: int, count: int) -> Tensor:
-    return tensor[first : first + count]
 
 
 def _down_of_dbrx(tensor: Tensor, count: int) -> Tensor:

@@ -112,26 +112,32 @@ class Checkpoint:
         With ``is_fp8`` the weights of linears are quantised on their way, some rows at a time, so
         that the device never holds more than the end state and a part of one tensor.
         """
-        total = sum(self._headers[src.name].num_bytes for spec in specs for src in spec.sources)
+        names = {source.name for spec in specs for source in spec.sources}
+        total = sum(self._headers[name].num_bytes for name in names)
         done = 0
         parameters: dict[str, Parameter] = {}
         for spec in specs:
             parameters[spec.name] = parameter = allocate(spec, dtype, device, is_fp8=is_fp8)
             row = 0
             for source in spec.sources:
-                tensor = self._read(source.name)
+                tensor = self._read(source.name, source.part)
                 put_rows(
                     parameter, row, tensor if source.convert is None else source.convert(tensor)
                 )
                 row += source.rows
-                done += self._headers[source.name].num_bytes
+                if source.name in names:  # else counted: some are read for several parameters
+                    names.remove(source.name)
+                    done += self._headers[source.name].num_bytes
                 if on_progress is not None:
                     on_progress(done, total)
         return parameters
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, part: tuple[int, int] | None = None) -> Tensor:
         file = self._headers[name].file
         try:
+            if part is not None:
+                rows: Tensor = self._files[file].get_slice(name)[part[0] : part[1]]
+                return rows
             tensor: Tensor = self._files[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: {name} cannot be read ({error})") from None

@@ -97,6 +97,17 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     assert_close(logits_in_parts(tmp_path, tokens, "torch"), expected, is_recurrent=is_recurrent)
 
 
+def test_the_decoder_saved_without_its_head(tmp_path: Path) -> None:
+    """As GPT-2 lies on the Hub: no prefix, and masks that are computed here."""
+    tokens, expected = write_family(tmp_path, "gpt2")
+    file = tmp_path / "model.safetensors"
+    weights = {name.removeprefix("transformer."): each for name, each in load_file(file).items()}
+    weights["h.0.attn.bias"] = torch.ones(1, 1, 256, 256).tril()
+    file.unlink()
+    save_file(weights, file)
+    assert_close(logits_in_parts(tmp_path, tokens, "torch"), expected)
+
+
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("model_type", WRAPPERS)
 def test_the_decoder_of_a_multimodal_model(tmp_path: Path, model_type: str) -> None:
