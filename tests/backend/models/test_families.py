@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,14 @@ from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.models.attention import AttentionInputs, HostLengths
 from inflight_backend.models.backends import make_cache, make_ops
 from inflight_backend.models.blocks.rope import make_tables
+from inflight_backend.models.config import (
+    AttentionConfig,
+    LayerConfig,
+    ModelConfig,
+    MoeConfig,
+    NormConfig,
+    RopeConfig,
+)
 from inflight_backend.models.decoder import Decoder
 from inflight_backend.models.families.registry import FAMILIES, read_model
 from inflight_backend.models.kv_cache import RecurrentStates
@@ -22,16 +33,21 @@ from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.weights import Checkpoint
 
 _BLOCK = 16
+Change = Callable[[ModelConfig], ModelConfig]
 
 
 @torch.inference_mode()
-def logits_in_parts(folder: Path, tokens: torch.Tensor, backend: str) -> torch.Tensor:
-    """Logits [T, vocab]: 13 tokens, then 20, then one at a time."""
+def logits_in_parts(
+    folder: Path, tokens: torch.Tensor, backend: str, change: Change | None = None
+) -> torch.Tensor:
+    """Logits [T, vocab]: 13 tokens, then 20, then one at a time. ``change`` the model before it is
+    made of its parameters."""
     model = read_model(folder)
     with Checkpoint(folder) as checkpoint:
         model = checkpoint.fit(model)
         checkpoint.check(model)
         parameters = checkpoint.load(decoder_parameters(model), torch.float32, "cpu")
+    model = model if change is None else change(model)
     decoder = Decoder(model, parameters, make_ops(backend, "none"))
     _, attention = make_cache(
         model,
@@ -95,6 +111,78 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     tokens, expected = write_family(tmp_path, name)
     is_recurrent = name.startswith(("qwen3_next", "qwen3_5"))
     assert_close(logits_in_parts(tmp_path, tokens, "torch"), expected, is_recurrent=is_recurrent)
+
+
+def attention(**changes: Any) -> Change:
+    """These options of all layers' attention; a function gets the layer's."""
+
+    def change(_: int, config: AttentionConfig) -> dict[str, Any]:
+        return {key: each(config) if callable(each) else each for key, each in changes.items()}
+
+    return lambda model: model.with_attention(change)
+
+
+def routing(**changes: Any) -> Change:
+    """These options of the routing to experts."""
+
+    def change(_: int, layer: LayerConfig) -> LayerConfig:
+        if not isinstance(layer.mlp, MoeConfig):
+            return layer
+        return replace(layer, mlp=replace(layer.mlp, routing=replace(layer.mlp.routing, **changes)))
+
+    return lambda model: model.with_layers(change)
+
+
+def whole(**changes: Any) -> Change:
+    """These options of the model."""
+    return lambda model: replace(model, **changes)
+
+
+def other_rope(config: AttentionConfig, **changes: Any) -> RopeConfig | None:
+    return None if config.rope is None else replace(config.rope, **changes)
+
+
+UNDONE: list[tuple[str, Change]] = [
+    ("gemma2", attention(softcap=None)),
+    ("gemma2", attention(window=lambda each: each.window and each.window + 1)),
+    ("gemma2", attention(scale=lambda each: each.head_dim**-0.5)),
+    ("gemma2", whole(final_softcap=None)),
+    ("gemma2", whole(embedding_scale=1.0)),
+    ("gemma2", whole(norm=NormConfig(eps=1e-2, offset=1.0))),
+    ("gemma4", attention(has_value_norm=False)),
+    ("gemma4", attention(rope=lambda each: other_rope(each, num_turning=8))),
+    ("granite", whole(residual_scale=1.0)),
+    ("granite", whole(logit_scale=1.0)),
+    ("llama4", attention(chunk=None)),
+    ("llama4", attention(temperature=None)),
+    ("llama4", attention(qk_norm=None)),
+    ("llama4", routing(scales_input=False)),
+    ("ministral3", attention(temperature=None)),
+    ("mpt", attention(clip=None)),
+    ("olmo", attention(clip=None)),
+    ("bloom", attention(slopes=())),
+    ("hunyuan", attention(is_norm_after_rope=False)),
+    ("smollm3", attention(rope=RopeConfig(16, 2e6))),
+    ("llama-yarn", attention(rope=lambda each: other_rope(each, attention_factor=1.0))),
+    ("llama-llama3", attention(rope=lambda each: other_rope(each, kind="default"))),
+    ("phi3-longrope", attention(rope=lambda each: other_rope(each, divisors=()))),
+    ("gpt_oss", attention(rope=lambda each: other_rope(each, is_truncated=True))),
+    ("mixtral", routing(is_normalized=False)),
+    ("deepseek_v3", routing(num_groups=1)),
+    ("deepseek_v3", routing(group_score="max")),
+    ("deepseek_v3", routing(scale=1.0)),
+    ("deepseek_v2", routing(num_groups=1)),
+    ("xglm", whole(position_offset=0)),
+]
+
+
+@pytest.mark.fast(4)
+@pytest.mark.parametrize(("name", "change"), UNDONE)
+def test_an_option_that_is_undone_shows(tmp_path: Path, name: str, change: Change) -> None:
+    """Else the comparison with transformers would not see whether it is honoured."""
+    tokens, expected = write_family(tmp_path, name)
+    found = logits_in_parts(tmp_path, tokens, "torch", change)
+    assert float((found - expected).abs().max()) > 5e-3
 
 
 def test_the_decoder_saved_without_its_head(tmp_path: Path) -> None:
