@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.log import get_logger
 from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.parameters import decoder_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -213,6 +214,12 @@ def _check_fp8_linears(model: ModelConfig, dtype: str) -> None:
             raise ConfigurationError(
                 f"quantization fp8 needs a {name} that is a multiple of {_LINEAR_STEP}; the "
                 f"checkpoint's is {size}; use none"
+            )
+    for spec in decoder_parameters(model):
+        if spec.is_linear and any(size % _LINEAR_STEP for size in spec.shape):
+            raise ConfigurationError(
+                f"quantization fp8 needs linears whose sizes are multiples of {_LINEAR_STEP}; "
+                f"{spec.name} of the checkpoint has {list(spec.shape)}; use none"
             )
 
 

@@ -137,6 +137,13 @@ def test_what_cannot_be_run_is_refused(
         resolve_on_device(config, demo_like(**changes), has_triton=True)
 
 
+def test_every_linear_must_fit_fp8(model: ModelConfig) -> None:
+    latent = LatentConfig(kv_rank=16, nope=16, rope=8, value=16)
+    odd = model.with_attention(lambda *_: {"latent": latent})
+    with pytest.raises(ConfigurationError, match=r"layers.0.key_value.weight .* has \[24, 64\]"):
+        resolve_on_device(EngineConfig(device="cuda", quantization="fp8"), odd, has_triton=True)
+
+
 def test_no_deterministic_mode_of_latent_attention(model: ModelConfig) -> None:
     latent = LatentConfig(kv_rank=16, nope=16, rope=16, value=16)
     config = EngineConfig(device="cpu", attention_backend="triton", deterministic_mode=True)
