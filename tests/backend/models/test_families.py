@@ -38,7 +38,11 @@ Change = Callable[[ModelConfig], ModelConfig]
 
 @torch.inference_mode()
 def logits_in_parts(
-    folder: Path, tokens: torch.Tensor, backend: str, change: Change | None = None
+    folder: Path,
+    tokens: torch.Tensor,
+    backend: str,
+    change: Change | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Logits [T, vocab]: 13 tokens, then 20, then one at a time. ``change`` the model before it is
     made of its parameters."""
@@ -46,7 +50,7 @@ def logits_in_parts(
     with Checkpoint(folder) as checkpoint:
         model = checkpoint.fit(model)
         checkpoint.check(model)
-        parameters = checkpoint.load(decoder_parameters(model), torch.float32, "cpu")
+        parameters = checkpoint.load(decoder_parameters(model), dtype, "cpu")
     model = model if change is None else change(model)
     decoder = Decoder(model, parameters, make_ops(backend, "none"))
     _, attention = make_cache(
@@ -55,10 +59,10 @@ def logits_in_parts(
         8,
         backend=backend,
         tokens_per_block=_BLOCK,
-        kv_dtype=torch.float32,
+        kv_dtype=dtype,
         device="cpu",
         is_deterministic=False,
-        states=RecurrentStates(model.deltas, 1, torch.float32, "cpu"),
+        states=RecurrentStates(model.deltas, 1, dtype, "cpu"),
     )
     found, start = [], 0
     for count in (13, 20, *[1] * (len(tokens) - 33)):
@@ -194,6 +198,18 @@ def test_the_decoder_saved_without_its_head(tmp_path: Path) -> None:
     file.unlink()
     save_file(weights, file)
     assert_close(logits_in_parts(tmp_path, tokens, "torch"), expected)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize(
+    "name", ["nemotron", "gemma4-moe", "gpt_oss", "bloom", "deepseek_v3", "qwen3_next", "apertus"]
+)
+def test_bfloat16_is_near_float32(tmp_path: Path, name: str) -> None:
+    """Parameters that stay in float32 among those that do not: norms, routers, sinks, slopes."""
+    tokens, expected = write_family(tmp_path, name)
+    found = logits_in_parts(tmp_path, tokens, "torch", dtype=torch.bfloat16)
+    found, expected = (each.float().log_softmax(-1) for each in (found, expected))
+    assert float((found - expected).abs().mean()) < 0.2
 
 
 @pytest.mark.fast(2)

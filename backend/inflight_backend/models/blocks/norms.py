@@ -29,7 +29,10 @@ class Norm:
             if self.weight is None:
                 return plain_rms_norm(x, eps)
             return self._ops.plain_rms_norm(x, self.weight, eps)
-        return functional.layer_norm(x, x.shape[-1:], self.weight, self._bias, eps)
+        if self.weight is None or self.weight.dtype == x.dtype:
+            return functional.layer_norm(x, x.shape[-1:], self.weight, self._bias, eps)
+        bias = None if self._bias is None else self._bias.float()
+        return functional.layer_norm(x.float(), x.shape[-1:], self.weight, bias, eps).to(x.dtype)
 
 
 def plain_rms_norm(x: Tensor, eps: float) -> Tensor:
