@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PAGES = (
     "compatibility",
+    "models",
     "operations",
     "performance",
     "protocol",

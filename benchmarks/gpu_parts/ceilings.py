@@ -25,7 +25,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     yield from _products(setting, "square", size, size, [size])
     if setting.is_dry:
         return
-    hidden, inner = LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size
+    hidden, inner = LLAMA_8B.hidden_size, LLAMA_8B.mlp_size
     qkv = LLAMA_8B.query_size + 2 * LLAMA_8B.kv_size
     # 17: where FP8 products pick another kernel from so many rows on, fewer should be padded to it.
     batches = [1, 64, 256] if setting.is_quick else [1, 8, 16, 17, 32, 64, 128, 256, 1024, 8192]

@@ -17,7 +17,9 @@ import torch
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve
-from inflight_backend.models.config import ModelConfig, RopeConfig
+from inflight_backend.models.checkpoint_files import JsonReader
+from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.families.registry import read_family
 from inflight_backend.models.layers import Parameter
 from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.weights import allocate, put_rows
@@ -106,59 +108,57 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-LLAMA_8B = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=131_072,
-    rope=RopeConfig(theta=500_000.0),
-    is_tied=False,
-    dtype="bfloat16",
-    has_qkv_bias=False,
-    has_output_bias=False,
-    has_mlp_bias=False,
-    has_qk_norm=False,
-    sliding_windows=(None,) * 32,
-)
-LLAMA_13B = replace(
-    LLAMA_8B,
+def llama(**values: object) -> ModelConfig:
+    """A Llama 3 8B with these keys of ``config.json`` changed."""
+    return read_family(JsonReader({**_LLAMA_8B, **values}, "config.json"))
+
+
+_LLAMA_8B: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 500_000.0,
+    "dtype": "bfloat16",
+}
+LLAMA_8B = llama()
+LLAMA_13B = llama(
     vocab_size=32_000,
     hidden_size=5120,
     intermediate_size=13_824,
-    num_layers=40,
-    num_heads=40,
-    num_kv_heads=40,
+    num_hidden_layers=40,
+    num_attention_heads=40,
+    num_key_value_heads=40,
     max_position_embeddings=4096,
-    rope=RopeConfig(),
-    sliding_windows=(None,) * 40,
+    rope_theta=10_000.0,
 )
 # Qwen3-14B without the norms of its heads: their cost is in K3.
-QWEN_14B = replace(
-    LLAMA_8B,
+QWEN_14B = llama(
     vocab_size=151_936,
     hidden_size=5120,
     intermediate_size=17_408,
-    num_layers=40,
-    num_heads=40,
-    sliding_windows=(None,) * 40,
+    num_hidden_layers=40,
+    num_attention_heads=40,
 )
-TINY = replace(
-    LLAMA_8B,
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
-    sliding_windows=(None,) * 2,
+_TINY: dict[str, object] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+TINY = llama(**_TINY)
+# Shapes at which FP8's error is that of larger ones: sums of 256 products.
+SMALL = llama(
+    **{**_TINY, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "head_dim": 32}
 )
 
 
@@ -225,7 +225,7 @@ def linear_parameters(model: ModelConfig) -> tuple[int, int]:
     """(numbers in the linears of all layers, numbers in the head)."""
     hidden = model.hidden_size
     per_layer = hidden * (model.query_size + 2 * model.kv_size) + model.query_size * hidden
-    per_layer += 3 * hidden * model.intermediate_size
+    per_layer += 3 * hidden * model.mlp_size
     return per_layer * model.num_layers, model.vocab_size * hidden
 
 

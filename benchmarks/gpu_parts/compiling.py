@@ -61,7 +61,7 @@ def _started(setting: Setting, name: str) -> Row:
     start = time.monotonic()
     model, config = engines(setting)[name]
     if not setting.is_dry:
-        model = replace(model, num_layers=1, sliding_windows=(None,))
+        model = replace(model, layers=model.layers[:1])
         config = replace(config, max_tokens_in_paged_kv_cache=2**16)
     engine = make_engine(setting, model, config)
     work = DRY[-1] if setting.is_dry else RAGGED

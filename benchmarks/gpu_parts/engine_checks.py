@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import inflight_backend
-from gpu_parts.common import TINY, Setting, make_engine
+from gpu_parts.common import SMALL, TINY, Setting, make_engine
 from gpu_parts.steps import without_mixed
 from gpu_parts.whole_requests import run_requests
 from inflight_backend.engine import Engine, EngineConfig
@@ -34,8 +34,6 @@ from inflight_scheduler import (
 _BLOCK = 16
 _DEMO = Path(inflight_backend.__file__).parent / "demo_model"
 _TEXT = "count: " + " ".join(map(str, range(1, 60)))
-# Shapes of the tiny model at which FP8's error is that of larger ones: sums of 256 products.
-_SMALL = replace(TINY, hidden_size=256, intermediate_size=512, vocab_size=512, head_dim=32)
 
 
 def equal_tokens(setting: Setting) -> tuple[Tensor, Tensor]:
@@ -89,7 +87,7 @@ def _perplexity(engine: Engine, text: list[int]) -> Tensor:
 
 def fp8_logits(setting: Setting) -> tuple[Tensor, Tensor]:
     """Logits with FP8 linears and cache, beside those of the same weights in full precision."""
-    model = TINY if setting.is_dry else _SMALL
+    model = TINY if setting.is_dry else SMALL
     text = _prompts([9 if setting.is_dry else 100], model.vocab_size)[0]
     config = _config(setting, "bfloat16", 1)
     fp8 = replace(config, quantization="fp8", kv_cache_dtype="fp8", attention_backend="triton")
@@ -101,7 +99,7 @@ def fp8_logits(setting: Setting) -> tuple[Tensor, Tensor]:
 def deterministic(setting: Setting) -> tuple[Tensor, Tensor]:
     """Logits of a seeded request alone and as the last of many, in the deterministic mode."""
     count = 2 if setting.is_dry else 32
-    model = TINY if setting.is_dry else replace(_SMALL, num_layers=4, sliding_windows=(None,) * 4)
+    model = TINY if setting.is_dry else replace(SMALL, layers=SMALL.layers * 2)
     config = replace(
         _config(setting, "bfloat16", count), attention_backend="triton", deterministic_mode=True
     )

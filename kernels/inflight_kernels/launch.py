@@ -242,6 +242,24 @@ def add_dot_by_rows(acc, a, b):
 
 
 @triton.jit
+def find_group(tile, starts_ptr, num_groups, SIZE: tl.constexpr):
+    """The group that owns a tile of ``SIZE`` rows, where group g has rows ``starts[g]`` to
+    ``starts[g + 1]``.
+
+    Group g gets the tiles from ``starts[g] // SIZE + g`` on: at least as many as it needs, at most
+    one too many, and their numbers rise with g, so counting finds the owner.
+    """
+    AT_A_TIME: tl.constexpr = 256  # one compiled kernel for any number of groups
+    num_before = 0
+    for first in range(0, num_groups, AT_A_TIME):
+        groups = first + tl.arange(0, AT_A_TIME)
+        starts = tl.load(starts_ptr + groups, mask=groups < num_groups, other=0)
+        is_before = (starts // SIZE + groups <= tile) & (groups < num_groups)
+        num_before += tl.sum(is_before.to(tl.int32), axis=0)
+    return num_before - 1
+
+
+@triton.jit
 def narrow(x, dtype: tl.constexpr):
     """float32 to dtype, rounded to nearest even. (The interpreter cuts bfloat16 off.)"""
     if INTERPRETED and dtype == tl.bfloat16:

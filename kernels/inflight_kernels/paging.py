@@ -63,6 +63,37 @@ def to_product_dtype(q, IS_FP8: tl.constexpr):
 
 
 @triton.jit
+def first_visible(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first position that a token at ``position`` sees: of its window, and of its chunk."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, first)
+    if CHUNK > 0:
+        first = tl.maximum(position // CHUNK * CHUNK, first)
+    return first
+
+
+@triton.jit
+def begin_softmax(
+    sinks_ptr, slopes_ptr, heads, in_heads, is_whole, M: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr
+):  # fmt: skip
+    """Peak and total [M] of rows that have seen nothing but, where ``is_whole``, their sinks; and
+    their slopes. ``heads`` [M] are those of the rows; peak and slopes are in log2."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    peak = tl.full([M], -1.0e30, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    slopes = total
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + heads, mask=in_heads, other=0.0) * LOG2E
+        peak = tl.where(is_whole, sinks, peak)
+        total += tl.where(is_whole, 1.0, 0.0)
+    if HAS_SLOPES:
+        slopes = tl.load(slopes_ptr + heads, mask=in_heads, other=0.0) * LOG2E
+    return peak, total, slopes
+
+
+@triton.jit
 def scores_to_log2(scores, scale, SOFTCAP: tl.constexpr):
     """Scaled and, if asked, soft-capped scores times log2(e), so that exp2 replaces exp."""
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -85,6 +116,9 @@ def check_attention(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    chunk: int | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
 ) -> None:
     """Raise ValueError, naming the argument, unless the paged arguments fit one another."""
     launch.check_shape("query", query, (None, None, None))
@@ -115,6 +149,13 @@ def check_attention(
     launch.check_positive("scale", scale)
     launch.check_positive("sliding_window", sliding_window)
     launch.check_positive("softcap", softcap)
+    launch.check_positive("chunk", chunk)
+    for name, per_head in (("sinks", sinks), ("slopes", slopes)):
+        if per_head is not None:
+            launch.check_shape(name, per_head, (num_heads,))
+            launch.check_dtype(name, per_head, (torch.float32,))
+            launch.check_contiguous(name, per_head)
+            launch.check_same_device(**{"query": query, name: per_head})
     if key_cache.dtype == torch.float8_e4m3fn:
         launch.check_fp8_device()
     launch.check_same_device(

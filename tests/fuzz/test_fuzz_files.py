@@ -16,7 +16,7 @@ from support.fuzzing import fuzzing
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.manager.parameters import parse_parameters
 from inflight_backend.models.checkpoint_files import read_weight_headers
-from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.families.registry import read_model
 from inflight_backend.models.weights import Checkpoint
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_protocol import PARAMETERS
@@ -50,7 +50,7 @@ def copy(tmp_path: Path) -> Path:
 def load(folder: Path) -> None:
     """What a server reads of a folder before it allocates anything."""
     read_weight_headers(folder)
-    config = ModelConfig.from_folder(folder)
+    config = read_model(folder)
     if config.num_layers <= 64:
         with Checkpoint(folder) as checkpoint:
             checkpoint.check(config)

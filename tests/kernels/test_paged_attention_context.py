@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
-from support.paged import PagedCache, assert_attention_close, attention_oracle, make_cache
+from support.paged import (
+    WEIGHTINGS,
+    PagedCache,
+    assert_attention_close,
+    attention_oracle,
+    make_cache,
+)
 
 from inflight_kernels import reference
 from inflight_kernels.ops.paged_attention_context import ContextTile, paged_attention_context
@@ -27,6 +34,7 @@ def expected_tokens(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """[T, H, D] float32; zeros for padding tokens."""
     out = torch.zeros_like(query, dtype=torch.float32)
@@ -34,7 +42,9 @@ def expected_tokens(
     for row, num_tokens in enumerate(query_lens):
         chunk = slice(start, start + num_tokens)
         if num_tokens:
-            out[chunk] = attention_oracle(query[chunk], cache, row, scale, sliding_window, softcap)
+            out[chunk] = attention_oracle(
+                query[chunk], cache, row, scale, sliding_window, softcap, **options
+            )
         start += num_tokens
     return out
 
@@ -138,6 +148,26 @@ def test_window_and_softcap(
     )
     expected = expected_tokens(query, query_lens, cache, 0.3, sliding_window, softcap)
     assert_attention_close(out, expected)
+
+
+@pytest.mark.fast(4)
+@pytest.mark.parametrize("op", [paged_attention_context, reference.paged_attention_context])
+@pytest.mark.parametrize("options", WEIGHTINGS.values(), ids=WEIGHTINGS)
+def test_weightings(
+    device: torch.device, generator: torch.Generator, options: dict[str, Any], op: Any
+) -> None:
+    """Of whole prompts, later chunks and single tokens, by kernel and reference."""
+    query_lens, lengths = [50, 1, 33, 40], [50, 90, 133, 40]
+    cache = make_cache(
+        generator, lengths, num_kv_heads=2, head_dim=32, tokens_per_block=16, device=device
+    ).without_nan()
+    query = torch.randn(sum(query_lens), 4, 32, generator=generator).to(device)
+    options = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    out = op(query, *cache.memory, starts_of(query_lens, device), cache.lengths, 0.3, **options)
+    assert_attention_close(out, expected_tokens(query, query_lens, cache, 0.3, **options))
 
 
 def test_single_tokens_equal_generation(device: torch.device, generator: torch.Generator) -> None:

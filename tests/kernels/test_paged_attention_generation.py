@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.paged import PagedCache, assert_attention_close, attention_oracle, make_cache
+from support.paged import (
+    WEIGHTINGS,
+    PagedCache,
+    assert_attention_close,
+    attention_oracle,
+    make_cache,
+)
 
 from inflight_kernels import launch, reference
 from inflight_kernels.ops.paged_attention_generation import (
@@ -24,10 +30,13 @@ def expected_rows(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """[B, H, D] float32; zeros for padding rows."""
     rows = [
-        attention_oracle(query[row : row + 1], cache, row, scale, sliding_window, softcap)[0]
+        attention_oracle(
+            query[row : row + 1], cache, row, scale, sliding_window, softcap, **options
+        )[0]
         if int(cache.lengths[row])
         else torch.zeros_like(query[row], dtype=torch.float32)
         for row in range(query.shape[0])
@@ -116,6 +125,30 @@ def test_window_and_softcap(
     )
     expected = expected_rows(query, cache, 0.3, sliding_window, softcap)
     assert_attention_close(out, expected)
+
+
+@pytest.mark.fast(4)
+@pytest.mark.parametrize("num_splits", [None, 1, 4])
+@pytest.mark.parametrize("options", WEIGHTINGS.values(), ids=WEIGHTINGS)
+def test_weightings(
+    device: torch.device,
+    generator: torch.Generator,
+    options: dict[str, Any],
+    num_splits: int | None,
+) -> None:
+    """A padding row, rows of one split, and of many."""
+    cache = make_cache(
+        generator, [0, 1, 65, 599], num_kv_heads=2, head_dim=32, tokens_per_block=16, device=device
+    )
+    query = torch.randn(4, 4, 32, generator=generator).to(device)
+    options = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    out = paged_attention_generation(
+        query, *cache.memory, cache.lengths, 0.3, num_splits=num_splits, **options
+    )
+    assert_attention_close(out, expected_rows(query, cache, 0.3, **options))
 
 
 def test_rows_of_a_ragged_batch_equal_the_same_rows_alone(

@@ -13,6 +13,7 @@ import torch
 from inflight_kernels.ops.adjust_logits import adjust_logits
 from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams, ban_words
 from inflight_kernels.ops.copy_blocks import copy_blocks
+from inflight_kernels.ops.grouped_linear import grouped_linear
 from inflight_kernels.ops.invariant_linear import invariant_linear
 from inflight_kernels.ops.mask_logits import mask_logits
 from inflight_kernels.ops.quantize_fp8 import quantize_fp8
@@ -43,6 +44,9 @@ CALLS: dict[Callable[..., object], Callable[[int], Arguments]] = {
         "source": floats(2, 4, 16, 8), "destination": floats(2, 4, 16, 8),
         "source_blocks": longs(rows), "destination_blocks": longs(rows),
     },
+    grouped_linear: lambda rows: {
+        "x": floats(rows, 32), "weight": floats(3, 8, 32), "starts": ints(4), "bias": floats(3, 8),
+    },
     invariant_linear: lambda rows: {
         "x": floats(rows, 32), "weight": floats(8, 32), "bias": floats(8),
     },
@@ -69,7 +73,8 @@ FREE = {
     "ban_repeated_ngrams logits 1", "ban_repeated_ngrams history 0",
     "ban_repeated_ngrams history 1", "ban_words logits 1",
     "ban_words words 1", "ban_words history 1", "copy_blocks source 1",
-    "copy_blocks destination 1", "invariant_linear x 0",
+    "copy_blocks destination 1", "grouped_linear x 0",
+    "invariant_linear x 0",
     "mask_logits logits 0", "mask_logits masks 0", "quantize_fp8 x 0", "quantize_fp8 x 1",
     "rope_write_kv query 1", "rope_write_kv cos_sin 0", "sample logits 1", "silu_mul gate_up 0",
 }  # fmt: skip

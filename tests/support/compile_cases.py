@@ -21,6 +21,7 @@ from support.key_cases import count_kernels
 from inflight_kernels.ops.adjust_logits import adjust_logits
 from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams, ban_words
 from inflight_kernels.ops.copy_blocks import copy_blocks
+from inflight_kernels.ops.grouped_linear import grouped_linear
 from inflight_kernels.ops.invariant_linear import invariant_linear
 from inflight_kernels.ops.mask_logits import mask_logits
 from inflight_kernels.ops.paged_attention_context import paged_attention_context
@@ -95,6 +96,8 @@ def _attend(op: str, shape: Shape, block: int, dtype: torch.dtype, options: dict
     tables, lengths = _int32(_BATCH, 8192 // block), _int32(_BATCH)
     num_tokens = _BATCH if op == "paged_attention_generation" else 1024
     query = torch.empty(num_tokens, shape.num_heads, shape.head_dim, dtype=query_dtype)
+    per_head = {name: torch.empty(shape.num_heads) for name, has in options.items() if has is True}
+    options = options | per_head
     if op == "paged_attention_generation":
         paged_attention_generation(query, cache, cache, tables, lengths, 0.1, **options)
     else:
@@ -114,6 +117,7 @@ def attention_cases() -> Iterator[Case]:
         (LLAMA_8B, 32, _FP8, _HOPPER, {}),
         (LLAMA_8B, 64, torch.float32, _HOPPER, {}),
         (LLAMA_8B, 64, _BF16, _HOPPER, {"sliding_window": 4096, "softcap": 50.0}),
+        (LLAMA_8B, 64, _BF16, _BOTH, {"chunk": 8192, "sinks": True, "slopes": True}),
         (HEAD_64, 32, _BF16, _HOPPER, {}),
         (HEAD_80, 64, _BF16, _HOPPER, {}),
         (HEAD_256, 64, _BF16, (*_BOTH, *_SMALL), {}),
@@ -170,6 +174,12 @@ def _linear(shape: Shape, dtype: torch.dtype, num_tokens: int) -> None:
     invariant_linear(x, weight, x_scales=scales, weight_scales=weight_scales)
 
 
+def _experts(num_tokens: int, dtype: torch.dtype) -> None:
+    """Of Qwen3-30B-A3B: gate and up of 128 experts."""
+    weight = torch.empty(128, 1536, 2048, dtype=dtype)
+    grouped_linear(torch.empty(num_tokens, 2048, dtype=dtype), weight, _int32(129))
+
+
 def _sample(vocabulary: int, dtype: torch.dtype) -> None:
     """With min-p, whose code holds all of the other."""
     numbers, seeds = torch.empty(64), _int64(64)
@@ -216,6 +226,9 @@ def token_cases() -> Iterator[Case]:
         few, few_fp8 = (partial(_linear, shape, dtype, num_tokens) for dtype in (_BF16, _FP8))
         yield Case("invariant_linear", name, _BOTH, few)
         yield Case("invariant_linear", f"{name} fp8", _HOPPER, few_fp8)
+    for num_tokens in (64, 8192):
+        label = f"128 experts, {num_tokens} rows"
+        yield Case("grouped_linear", label, _BOTH, partial(_experts, num_tokens, _BF16))
     yield Case("copy_blocks", shape.name, _BOTH, partial(_copy, shape))
     for dtype in (_BF16, torch.float32):  # as drawn from, and as changed before
         label = f"{shape.name} {str(dtype).removeprefix('torch.')}"

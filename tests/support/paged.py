@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -92,6 +93,10 @@ def attention_oracle(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    *,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention of one request written out in float32, token by token and head by head."""
     num_tokens, num_heads, _ = query.shape
@@ -108,8 +113,28 @@ def attention_oracle(
         scores = softcap * torch.tanh(scores / softcap)
     positions = torch.arange(length - num_tokens, length, device=query.device)[:, None]
     others = torch.arange(length, device=query.device)[None, :]
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * (others - positions)
     visible = others <= positions
+    if chunk is not None:
+        visible &= others // chunk == positions // chunk
     if sliding_window is not None:
         visible &= others > positions - sliding_window
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, num_tokens, 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :length]
     return torch.einsum("hts,shd->thd", weights, values)
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.0, 0.03125])
+SINKS = torch.tensor([2.0, -30.0, 0.0, 60.0])
+WEIGHTINGS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 3.0},
+    "chunk": {"chunk": 24},
+    "chunk in a window": {"chunk": 48, "sliding_window": 40},
+    "slopes": {"slopes": SLOPES},
+    "sinks": {"sinks": SINKS},
+    "all": {"sinks": SINKS, "slopes": SLOPES, "softcap": 3.0, "sliding_window": 30},
+}
+"""What a layer of four heads may ask of attention beside plain scores."""

@@ -42,6 +42,7 @@ class CountingEngine:
     is_asynchronous = False  # it is not; a test may say so to get the overlapped loop
     supports_drafts = True
     max_beam_width = 2
+    supports_block_reuse = True
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.log import get_logger
 from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.parameters import decoder_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -204,7 +205,7 @@ def _check_fp8_linears(model: ModelConfig, dtype: str) -> None:
         raise ConfigurationError(f"quantization fp8 needs dtype bfloat16, not {dtype}")
     sizes = {
         "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
+        "intermediate_size": model.mlp_size,
         "num_attention_heads * head_dim": model.query_size,
         "num_key_value_heads * head_dim": model.kv_size,
     }
@@ -214,14 +215,21 @@ def _check_fp8_linears(model: ModelConfig, dtype: str) -> None:
                 f"quantization fp8 needs a {name} that is a multiple of {_LINEAR_STEP}; the "
                 f"checkpoint's is {size}; use none"
             )
+    for spec in decoder_parameters(model):
+        if spec.is_linear and any(size % _LINEAR_STEP for size in spec.shape):
+            raise ConfigurationError(
+                f"quantization fp8 needs linears whose sizes are multiples of {_LINEAR_STEP}; "
+                f"{spec.name} of the checkpoint has {list(spec.shape)}; use none"
+            )
 
 
 def _choose_backend(config: EngineConfig, model: ModelConfig, has_triton: bool) -> str:
-    backend, head_dim = config.attention_backend, model.head_dim
-    fits = head_dim % _HEAD_DIM_STEP == 0 and head_dim <= _MAX_HEAD_DIM
+    backend, head_dims = config.attention_backend, [head_dim for _, head_dim in model.rope_kinds]
+    unfit = [each for each in head_dims if each % _HEAD_DIM_STEP or each > _MAX_HEAD_DIM]
+    fits = not unfit
     needed = (
         f"needs a head_dim that is a multiple of {_HEAD_DIM_STEP} up to {_MAX_HEAD_DIM}; the "
-        f"checkpoint's is {head_dim}"
+        f"checkpoint's is {(unfit or head_dims)[0]}"
     )
     if backend == "auto":
         is_triton = config.device == "cuda" and fits and has_triton
@@ -231,6 +239,11 @@ def _choose_backend(config: EngineConfig, model: ModelConfig, has_triton: bool) 
     if backend == "triton" and not has_triton:
         raise ConfigurationError(
             "attention_backend is triton, which is not installed; install it, or use torch or auto"
+        )
+    if config.deterministic_mode and (model.deltas or any(each.latent for each in model.attending)):
+        raise ConfigurationError(
+            "deterministic_mode is not supported for latent attention and recurrences, whose "
+            "products depend on the batch; set it to false"
         )
     if backend != "triton" and config.deterministic_mode:
         raise ConfigurationError(

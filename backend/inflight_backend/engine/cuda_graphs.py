@@ -220,7 +220,8 @@ class GraphCapturer:
     def forward(self, words: RunWords, attention: AttentionBackend) -> Tensor:
         """What is recorded of a step: the decoder."""
         step = self._slots.begin(words)
-        return self._decoder.forward(step.tokens, attention.begin(step.attention), step.sample_rows)
+        positions, begun = step.attention.positions, attention.begin(step.attention)
+        return self._decoder.forward(step.tokens, positions, begun, step.sample_rows)
 
     def draw(self, words: RunWords, hidden: Tensor) -> Tensor:
         """What is recorded behind it: the draw of requests without features, whose end need not

@@ -39,9 +39,17 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.log import get_logger
 from inflight_backend.models.attention import AttentionBackend
 from inflight_backend.models.backends import make_cache, make_ops
+from inflight_backend.models.blocks.rope import make_tables
 from inflight_backend.models.config import ModelConfig
-from inflight_backend.models.decoder import Decoder, make_cos_sin
-from inflight_backend.models.kv_cache import CudaMemory, DeviceMemory, KvPool, allocator_bytes
+from inflight_backend.models.decoder import Decoder
+from inflight_backend.models.families.registry import read_model
+from inflight_backend.models.kv_cache import (
+    CudaMemory,
+    DeviceMemory,
+    KvPool,
+    RecurrentStates,
+    allocator_bytes,
+)
 from inflight_backend.models.layers import Parameter
 from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.weights import Checkpoint, OnProgress
@@ -80,9 +88,11 @@ class Engine:
         self.max_num_tokens = config.num_tokens_limit
         self.max_beam_width = config.max_beam_width
         self.is_asynchronous = config.device != "cpu"
-        self.supports_block_copies = True
         # Tokens of a run come from another kernel than single ones.
-        self.supports_drafts = not config.deterministic_mode
+        # What a draft has done to the state of a recurrence cannot be undone.
+        self.supports_drafts = not config.deterministic_mode and not model_config.deltas
+        # Blocks hold no states: a prompt is computed from its beginning.
+        self.supports_block_reuse = not model_config.deltas
 
         ops = make_ops(
             config.attention_backend,
@@ -90,11 +100,13 @@ class Engine:
             is_deterministic=config.deterministic_mode,
         )
         self._decoder = Decoder(model_config, parameters, ops)
-        cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
-        self._cos_sin = cos_sin.to(config.device)
+        self._tables = make_tables(model_config, config.seq_len_limit, config.device)
         max_blocks = -(-config.seq_len_limit // config.tokens_per_block)
         self._slots = SlotTable(
             config.num_slots, max_blocks, config.tokens_per_block, config.device
+        )
+        self._states = RecurrentStates(
+            model_config.deltas, config.num_slots, config.torch_dtype, config.device
         )
         words = max_words(config.num_slots, config.num_tokens_limit, max_blocks)
         self._buffer = StepBuffer(words, config.num_slots, config.device)
@@ -132,10 +144,11 @@ class Engine:
 
         `CheckpointError` or `ConfigurationError` when it cannot be served as asked.
         """
-        model_config = ModelConfig.from_folder(checkpoint_dir)
+        model_config = read_model(checkpoint_dir)
         config = resolve(config, model_config)
-        specs = decoder_parameters(model_config)
         with Checkpoint(checkpoint_dir) as checkpoint:
+            model_config = checkpoint.fit(model_config)
+            specs = decoder_parameters(model_config)
             checkpoint.check(model_config)
             parameters = checkpoint.load(
                 specs,
@@ -223,6 +236,7 @@ class Engine:
             self._pool.clean(partly_filled_blocks(batch, self.tokens_per_block))
         if batch.beam_moves:
             self._slots.move(batch, words)
+            self._states.move(words.move_slots.long(), words.move_parents.long())
             self._sampler.move(words)
         self._slots.set_up(batch, words)
         self._sampler.set_up(batch.setups)
@@ -249,8 +263,10 @@ class Engine:
         step = self._slots.begin(words.runs, self._slots.host_lengths(batch))
         attention = self._attention.begin(step.attention)
         if not observed:
-            return self._decoder.forward(step.tokens, attention, step.sample_rows)
-        hidden = self._decoder.forward(step.tokens, attention, None)
+            return self._decoder.forward(
+                step.tokens, step.attention.positions, attention, step.sample_rows
+            )
+        hidden = self._decoder.forward(step.tokens, step.attention.positions, attention, None)
         self._output_recorder.record_context_logits(observed, hidden, self._decoder.logits)
         return hidden[step.sample_rows]
 
@@ -298,13 +314,14 @@ class Engine:
     def _make_cache(self, num_blocks: int) -> tuple[KvPool, AttentionBackend]:
         return make_cache(
             self.model_config,
-            self._cos_sin,
+            self._tables,
             num_blocks,
             backend=self.config.attention_backend,
             tokens_per_block=self.config.tokens_per_block,
             kv_dtype=self.config.kv_dtype,
             device=self.config.device,
             is_deterministic=self.config.deterministic_mode,
+            states=self._states,
         )
 
     def _measure_step(self, memory: DeviceMemory) -> int:

@@ -127,6 +127,11 @@ class StepEngine(Protocol):
         """True when `submit` returns before the step has run."""
 
     @property
+    def supports_block_reuse(self) -> bool:
+        """False for one that keeps states beside its blocks: what a block holds is not all there
+        is of its tokens."""
+
+    @property
     def supports_drafts(self) -> bool:
         """True when drafts may be verified."""
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from inflight_backend.engine.config import DTYPE_TO_BYTES, EngineConfig, resolve_on_device
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.checkpoint_files import read_weight_headers
-from inflight_backend.models.config import ModelConfig
-from inflight_backend.models.parameters import check_weights, decoder_parameters
+from inflight_backend.models.config import ModelConfig, state_shapes
+from inflight_backend.models.families.registry import read_model
+from inflight_backend.models.parameters import check_weights, decoder_parameters, fitted
 from inflight_scheduler import MAX_STOP_TOKEN_IDS
 from inflight_scheduler.sampling import SETTINGS
 
@@ -97,7 +98,19 @@ def reserved_bytes(config: EngineConfig, vocab_size: int) -> int:
 def kv_bytes_per_token(config: EngineConfig, model: ModelConfig) -> int:
     """Keys and values of one token in all layers, for a resolved configuration."""
     size = 1 if config.kv_cache_dtype == "fp8" else DTYPE_TO_BYTES[config.dtype]
-    return 2 * model.num_layers * model.kv_size * size
+    layers = [layer.attention for layer in model.layers]
+    return sum(each.num_cached * each.kv_size for each in layers) * size
+
+
+def state_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """States of all slots in layers with a recurrence, for a resolved configuration."""
+    sizes = DTYPE_TO_BYTES[config.dtype], DTYPE_TO_BYTES["float32"]
+    per_slot = sum(
+        prod(shape) * size
+        for delta in model.deltas.values()
+        for shape, size in zip(state_shapes(delta), sizes, strict=True)
+    )
+    return (config.num_slots + 1) * per_slot
 
 
 def choose_num_blocks(config: EngineConfig, bytes_per_token: int, max_bytes: int | None) -> int:
@@ -205,13 +218,15 @@ def make_plan(
     config = replace(config or EngineConfig(), device="cpu" if gpu_memory is None else "cuda")
     if config.kv_cache_dtype == "fp8" and gpu_memory is None:
         raise ConfigurationError("kv_cache_dtype fp8 needs a GPU: give --gpu-memory, or use auto")
-    model = ModelConfig.from_folder(folder)
+    model = read_model(folder)
     config = resolve_on_device(config, model, has_triton=True)
     headers = read_weight_headers(folder)
+    model = fitted(model, headers)
     check_weights(model, headers)
     weight_bytes = _weight_bytes(model, config)
-    table_bytes = config.seq_len_limit * model.head_dim * _ROPE_BYTES
-    slot_bytes = reserved_bytes(config, model.vocab_size)
+    head_dims = sum(head_dim for _, head_dim in model.rope_kinds)
+    table_bytes = config.seq_len_limit * head_dims * _ROPE_BYTES
+    slot_bytes = reserved_bytes(config, model.vocab_size) + state_bytes(config, model)
     num_rows = min(config.num_slots, config.num_tokens_limit)
     step_bytes = _step_bytes(model, config.num_tokens_limit, num_rows, DTYPE_TO_BYTES[config.dtype])
     free_bytes = max_bytes = None
@@ -284,7 +299,8 @@ def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
         if config.quantization == "fp8" and spec.is_linear:
             num_bytes += prod(spec.shape) + spec.shape[0] * _SCALE_BYTES
         else:
-            num_bytes += prod(spec.shape) * DTYPE_TO_BYTES[config.dtype]
+            dtype = "float32" if spec.is_wide else config.dtype
+            num_bytes += prod(spec.shape) * DTYPE_TO_BYTES[dtype]
     return num_bytes
 
 
@@ -292,5 +308,5 @@ def _step_bytes(model: ModelConfig, num_tokens: int, num_rows: int, size: int) -
     """Activations where most of them live at once, in a gated MLP: three rows of hidden_size (the
     residual, what was added to it, the sum) and three of intermediate_size (gate, up, their
     product); and logits as they come and in float32. A test measures the first."""
-    activations = num_tokens * 3 * (model.hidden_size + model.intermediate_size) * size
+    activations = num_tokens * 3 * (model.hidden_size + model.mlp_size) * size
     return activations + num_rows * model.vocab_size * (size + 4)

@@ -194,6 +194,7 @@ class SlotTable:
             query_starts=words.query_starts,
             positions=positions,
             slot_mapping=slot_mapping,
+            slots=slots,
             host=host,
         )
 

@@ -154,7 +154,7 @@ class Batcher:
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
-            enable_reuse=params.kv_cache_config.enable_block_reuse,
+            enable_reuse=params.kv_cache_config.enable_block_reuse and engine.supports_block_reuse,
             may_copy_blocks=True,
         )
         self.gatherer = OutputGatherer(engine.vocab_size)

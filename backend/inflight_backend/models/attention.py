@@ -8,19 +8,28 @@ object that runs one layer after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight_backend.models.config import ModelConfig
-from inflight_backend.models.kv_cache import KvPool
+from inflight_backend.models.config import AttentionConfig, ModelConfig, RopeConfig
+from inflight_backend.models.kv_cache import KvPool, RecurrentStates
 from inflight_kernels import reference
 
-HeadNorms: TypeAlias = tuple[Tensor, Tensor] | None
-"""Weights [head_dim] of the norms of query and key heads, where a model has them."""
+RopeTables: TypeAlias = dict[tuple[RopeConfig | None, int], Tensor]
+"""The table of `blocks.rope.make_cos_sin` on the device, for each kind of turning and head_dim."""
+
+
+class HeadParameters(NamedTuple):
+    """What a layer's attention has of its own: norms of query and key heads [head_dim], and a sink
+    for each query head [num_heads] float32."""
+
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +47,8 @@ class AttentionInputs:
     On the device: ``block_tables`` [num_sequences, max_blocks] int32, ``context_lengths``
     [num_sequences] int32 (cached plus the tokens of this step), ``query_starts`` [num_chunks + 1]
     int32 (chunk ``c`` has the tokens from ``query_starts[c]`` to ``query_starts[c + 1]``),
-    ``positions`` and ``slot_mapping`` [num_tokens] int64. Padding has context length 0 and slot -1.
+    ``positions`` and ``slot_mapping`` [num_tokens] int64, ``slots`` [num_sequences] int64. Padding
+    has context length 0, and -1 in ``slot_mapping``.
 
     The two lengths also lie on the host, so that no backend has to wait for the device to learn
     them; a step that is being captured has none (``host`` is None), since its lengths differ from
@@ -51,15 +61,25 @@ class AttentionInputs:
     query_starts: Tensor
     positions: Tensor
     slot_mapping: Tensor
+    slots: Tensor
     host: HostLengths | None
 
 
 class AttentionStep(Protocol):
     """One step; layers are run in order, each once."""
 
-    def attend(self, layer: int, heads: Tensor, norms: HeadNorms) -> Tensor:
-        """``heads`` [T, H + 2 * KVH, D] are query, key and value. Norm and turn query and key,
-        store key and value, then attend: -> [T, H, D]."""
+    @property
+    def inputs(self) -> AttentionInputs:
+        """What the step was begun with."""
+
+    @property
+    def states(self) -> RecurrentStates | None:
+        """Of the slots, for layers that attend to nothing: they read them and carry them on."""
+
+    def attend(self, layer: int, heads: Tensor, parameters: HeadParameters) -> Tensor:
+        """``heads`` [T, H + 2 * KVH, D] are query, key and value (without value where latents are
+        both; the query alone where another layer's keys and values are read). Norm and turn query
+        and key, store key and value, then attend: -> [T, H, D]."""
 
 
 class AttentionBackend(Protocol):
@@ -81,53 +101,92 @@ class TorchAttention:
     reads_past_the_end = True
     can_be_captured = False
 
-    def __init__(self, pool: KvPool, model: ModelConfig, cos_sin: Tensor) -> None:
-        self._pool = pool
-        self._cos_sin = cos_sin
-        self._eps = model.rms_norm_eps
-        self._windows = model.sliding_windows
-        self._scale = model.head_dim**-0.5
-        self._heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
+    def __init__(
+        self,
+        pool: KvPool,
+        model: ModelConfig,
+        tables: RopeTables,
+        states: RecurrentStates | None = None,
+    ) -> None:
+        self._pool, self._states = pool, states
+        self._tables = tables
+        self._layers = [layer.attention for layer in model.layers]
+        self._views = {(each.window, each.chunk) for each in model.attending}
+        self._slopes = [make_slopes(each, pool.device) for each in self._layers]
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
-        """Plan once for every distinct window."""
+        """Plan once for every distinct view of the past."""
         assert inputs.host is not None, "this backend cannot be captured"
         plans = {
-            window: reference.plan_attention(
+            view: reference.plan_attention(
                 inputs.block_tables,
                 inputs.host.query,
                 inputs.host.context,
                 self._pool.tokens_per_block,
-                window,
+                *view,
             )
-            for window in set(self._windows)
+            for view in self._views
         }
-        keys, _ = self._pool.layer(0)
-        angles = reference.rope_angles(self._cos_sin, inputs.positions, keys.dtype)
-        return _TorchStep(self, plans, angles, inputs.slot_mapping)
+        dtype = self._pool.dtype
+        angles = {
+            kind: reference.rope_angles(table, inputs.positions, dtype)
+            for kind, table in self._tables.items()
+        }
+        return _TorchStep(inputs, self._states, self, plans, angles)
 
-    def attend(self, layer: int, heads: Tensor, norms: HeadNorms, step: _TorchStep) -> Tensor:
-        """One layer; ``heads`` [T, H + 2 * KVH, D] are query, key and value."""
-        query, key, value = torch.split(heads, self._heads, dim=1)
+    def attend(
+        self, layer: int, heads: Tensor, parameters: HeadParameters, step: _TorchStep
+    ) -> Tensor:
+        """One layer of a step."""
+        config = self._layers[layer]
+        angles = step.angles[config.rope, config.head_dim] if config.rope else None
         keys, values = self._pool.layer(layer)
-        if norms is None:  # query and key lie side by side
-            turned = reference.rotate(heads[:, : -value.shape[1]], step.angles)
-            query, key = torch.split(turned, self._heads[:2], dim=1)
+        weighting = reference.Weighting(
+            config.scale, config.softcap, parameters.sinks, self._slopes[layer]
+        )
+        plan = step.plans[config.window, config.chunk]
+        if config.kv_source is not None:
+            query = _prepare(heads, parameters.query_norm, angles, config)
+            return plan.attend(query, keys, values, weighting)
+        sizes = [config.num_heads, config.num_kv_heads]
+        turning, value = torch.split(heads, [sum(sizes), heads.shape[1] - sum(sizes)], dim=1)
+        if parameters.query_norm is None and angles is not None:  # they lie side by side
+            query, key = torch.split(reference.rotate(turning, angles), sizes, dim=1)
         else:
-            query = reference.rms_norm(query, norms[0], self._eps)
-            key = reference.rms_norm(key, norms[1], self._eps)
-            query, key = (reference.rotate(each, step.angles) for each in (query, key))
-        reference.write_kv(key, value, keys, values, step.slot_mapping)
-        plan = step.plans[self._windows[layer]]
-        return plan.attend(query, keys, values, self._scale, own=(key, value))
+            query, key = torch.split(turning, sizes, dim=1)
+            query = _prepare(query, parameters.query_norm, angles, config)
+            key = _prepare(key, parameters.key_norm, angles, config)
+        if config.latent is not None:
+            value = key
+        reference.write_kv(key, value, keys, values, step.inputs.slot_mapping)
+        return plan.attend(query, keys, values, weighting, own=(key, value))
+
+
+def make_slopes(config: AttentionConfig, device: torch.device) -> Tensor | None:
+    """ALiBi's slopes of a layer [num_heads] float32."""
+    return torch.tensor(config.slopes, device=device) if config.slopes else None
+
+
+def _prepare(
+    x: Tensor, weight: Tensor | None, angles: tuple[Tensor, Tensor] | None, config: AttentionConfig
+) -> Tensor:
+    """Heads x [T, heads, D], normed and turned in the layer's order."""
+    if weight is not None and not config.is_norm_after_rope:
+        x = reference.rms_norm(x, weight, config.qk_norm_kind.eps)
+    if angles is not None:
+        x = reference.rotate(x, angles)
+    if weight is not None and config.is_norm_after_rope:
+        x = reference.rms_norm(x, weight, config.qk_norm_kind.eps)
+    return x
 
 
 @dataclass(frozen=True, slots=True)
 class _TorchStep:
+    inputs: AttentionInputs
+    states: RecurrentStates | None
     backend: TorchAttention
-    plans: dict[int | None, reference.AttentionPlan]
-    angles: tuple[Tensor, Tensor]
-    slot_mapping: Tensor
+    plans: dict[tuple[int | None, int | None], reference.AttentionPlan]
+    angles: dict[tuple[RopeConfig | None, int], tuple[Tensor, Tensor]]
 
-    def attend(self, layer: int, heads: Tensor, norms: HeadNorms) -> Tensor:
-        return self.backend.attend(layer, heads, norms, self)
+    def attend(self, layer: int, heads: Tensor, parameters: HeadParameters) -> Tensor:
+        return self.backend.attend(layer, heads, parameters, self)

@@ -7,11 +7,10 @@ The Triton language is imported only when a backend of it is chosen.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from inflight_backend.models.attention import AttentionBackend, TorchAttention
+from inflight_backend.models.attention import AttentionBackend, RopeTables, TorchAttention
 from inflight_backend.models.config import ModelConfig
-from inflight_backend.models.kv_cache import KvPool
+from inflight_backend.models.kv_cache import KvPool, RecurrentStates
 from inflight_backend.models.ops import FP8_TORCH_OPS, TORCH_OPS, Ops
 
 
@@ -30,7 +29,7 @@ def make_ops(backend: str, quantization: str, *, is_deterministic: bool = False)
 
 def make_cache(
     model: ModelConfig,
-    cos_sin: Tensor,
+    tables: RopeTables,
     num_blocks: int,
     *,
     backend: str,
@@ -38,20 +37,27 @@ def make_cache(
     kv_dtype: torch.dtype,
     device: str,
     is_deterministic: bool,
+    states: RecurrentStates | None = None,
 ) -> tuple[KvPool, AttentionBackend]:
     """The KV blocks of a model on ``device``, and the attention over them.
 
-    ``cos_sin``: see `make_cos_sin`; ``is_deterministic``: the result of a row must not depend on
-    the others.
+    ``states``: of the slots, where the model has recurrences.
+    ``is_deterministic``: the result of a row must not depend on the others.
     """
-    heads = model.num_kv_heads, model.head_dim
-    shape = (model.num_layers, num_blocks, tokens_per_block, *heads)
+    kinds = [each.attention for each in model.layers]
+    shapes = [
+        (each.num_cached, each.num_kv_heads, each.head_dim)
+        if each.kv_source is None
+        else each.kv_source
+        for each in kinds
+    ]
+    shape = (shapes, num_blocks, tokens_per_block)
     if backend == "triton":
         from inflight_backend.models.triton_attention import TritonAttention  # needs triton
         from inflight_kernels.ops.copy_blocks import copy_blocks
 
         pool = KvPool(*shape, kv_dtype, device, copy_blocks)
-        return pool, TritonAttention(pool, model, cos_sin, is_deterministic=is_deterministic)
+        return pool, TritonAttention(pool, model, tables, states, is_deterministic=is_deterministic)
     assert not is_deterministic, "resolve() chooses another backend, or refuses"
     pool = KvPool(*shape, kv_dtype, device)
-    return pool, TorchAttention(pool, model, cos_sin)
+    return pool, TorchAttention(pool, model, tables, states)

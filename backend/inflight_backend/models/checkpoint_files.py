@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -33,9 +33,59 @@ _REQUIRED: Any = object()  # default of a key without a default
 class JsonReader:
     """One JSON object; ``null`` counts as absent, and a missing required key is an error."""
 
-    def __init__(self, values: dict[str, Any], where: str) -> None:
+    def __init__(
+        self, values: dict[str, Any], where: str, names: Mapping[str, str] | None = None
+    ) -> None:
+        """``names``: what the file calls keys that are asked for by other names."""
         self._values = values
         self._where = where
+        self._names = names or {}
+        self._asked: set[str] | None = None  # keys of the file, of a watched one
+
+    def watched(self) -> JsonReader:
+        """The same object, noting the keys that it, or one made of it, is asked for."""
+        return self._like(self._values, self._names, set())
+
+    def unread(self) -> list[str]:
+        """Keys of a watched object that nobody has asked for."""
+        asked = self._asked or ()
+        return [key for key in self if key not in asked]
+
+    def with_names(self, **names: str) -> JsonReader:
+        """The same object, where ``key="name"`` says what the file calls a key."""
+        return self._like(self._values, {**self._names, **names}, self._asked)
+
+    def with_values(self, **values: object) -> JsonReader:
+        """The same object with these keys, by the names that they are asked for."""
+        names = {key: name for key, name in self._names.items() if key not in values}
+        return self._like({**self._values, **values}, names, self._asked)
+
+    def _like(
+        self, values: dict[str, Any], names: Mapping[str, str], asked: set[str] | None
+    ) -> JsonReader:
+        reader = JsonReader(values, self._where, names)
+        reader._asked = asked
+        return reader
+
+    def with_defaults(self, **values: object) -> JsonReader:
+        """The same object with those of ``values`` whose keys it lacks; None: with none."""
+        given = {key: each for key, each in values.items() if each is not None and key not in self}
+        return self.with_values(**given)
+
+    def value(self, key: str) -> object:
+        """Whatever is there; None if nothing is."""
+        name = self._names.get(key, key)
+        if self._asked is not None:
+            self._asked.add(name)
+        return self._values.get(name)
+
+    def is_list(self, key: str) -> bool:
+        """True if the value is a list."""
+        return isinstance(self.value(key), list)
+
+    def first_of(self, *keys: str) -> str:
+        """The first of ``keys`` that the file has; the first one if it has none."""
+        return next((key for key in keys if key in self), keys[0])
 
     @classmethod
     def from_file(cls, path: Path) -> JsonReader:
@@ -55,7 +105,7 @@ class JsonReader:
         return cls(values, name)
 
     def __contains__(self, key: str) -> bool:
-        return self._values.get(key) is not None
+        return self.value(key) is not None
 
     def __iter__(self) -> Iterator[str]:
         return (key for key, value in self._values.items() if value is not None)
@@ -70,7 +120,7 @@ class JsonReader:
 
     def fail(self, key: str, complaint: str) -> NoReturn:
         """Raise `CheckpointError` about ``key``."""
-        raise CheckpointError(f"{self._where}: {key} {complaint}")
+        raise CheckpointError(f"{self._where}: {self._names.get(key, key)} {complaint}")
 
     def integer(
         self, key: str, *, default: int = _REQUIRED, minimum: int = 1, maximum: int = 2**24
@@ -113,6 +163,20 @@ class JsonReader:
             self.fail(key, f"must be a list of strings, not {_show(value)}")
         return value
 
+    def integers(self, key: str) -> list[int]:
+        """A list of integers; an absent one is empty."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(type(item) in (int, bool) for item in value):
+            self.fail(key, f"must be a list of integers, not {_show(value)}")
+        return [int(item) for item in value]
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of finite numbers above 0; an absent one is empty."""
+        value = self._get(key, [])
+        if not isinstance(value, list):
+            self.fail(key, f"must be a list of numbers, not {_show(value)}")
+        return [JsonReader({key: item}, self._where).number(key) for item in value]
+
     def section(self, key: str) -> JsonReader:
         """A nested object; an absent one is empty."""
         value = self._get(key, {})
@@ -121,7 +185,7 @@ class JsonReader:
         return JsonReader(value, f"{self._where}: {key}")
 
     def _get(self, key: str, default: Any) -> Any:
-        value = self._values.get(key)
+        value = self.value(key)
         if value is not None:
             return value
         if default is _REQUIRED:

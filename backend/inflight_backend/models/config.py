@@ -1,63 +1,165 @@
-"""`config.json` of a checkpoint, checked and as a `ModelConfig`."""
+"""What a decoder is made of: one description that all families fill in from ``config.json``.
+
+A family (`families`) reads its keys into a `ModelConfig`; `parameters` says which tensors that
+needs, `decoder` computes it. Nothing behind this page knows a family's name.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from inflight_backend.models.checkpoint_files import JsonReader, find_config
-from inflight_backend.models.families.registry import FAMILIES, DecoderOptions
 
-# Keys of one `rope_type`; of other types we would compute wrong positions, so they are refused.
-_ROPE_KEYS = {
-    "default": set[str](),
-    "linear": {"factor"},
-    "llama3": {
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    },
-}
-_DTYPES = ("float32", "bfloat16", "float16")
-# As transformers, MLX and the first compressed-tensors call it.
-_QUANTIZATION_KEYS = ("quantization_config", "quantization", "compression_config")
+@dataclass(frozen=True, slots=True)
+class NormConfig:
+    """``kind``: "rms", or "layer" (mean and variance). Weights multiply as ``weight + offset``."""
+
+    kind: str = "rms"
+    eps: float = 1e-6
+    offset: float = 0.0
+    has_weight: bool = True
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. The last three fields belong to ``kind`` llama3."""
+    """One kind of turning: dimension ``i`` of a head with dimension ``i + dim / 2``, or neighbours.
 
+    ``dim``: dimensions of a head that turn, even. ``is_interleaved``: dimension ``2 i`` turns with
+    ``2 i + 1``. ``kind``: as ``rope_type`` in config.json; the fields behind it belong to some
+    kinds only. ``attention_factor`` multiplies cosines and sines. ``num_turning``: pairs that turn
+    at all, the first ones (proportional). ``divisors``: of each frequency (longrope).
+    """
+
+    dim: int
     theta: float = 10_000.0
+    is_interleaved: bool = False
     kind: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+    attention_factor: float = 1.0
+    num_turning: int = 0
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Shape of a decoder. ``sliding_windows`` has one entry per layer, None where it sees all."""
+class LatentConfig:
+    """Sizes of multi-head latent attention; ``query_rank`` None: queries come from one linear."""
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    query_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Sizes of a gated delta rule (`blocks.gated_delta`). ``is_joined``: the checkpoint has all of
+    a key head's projections in one linear."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+    norm_eps: float
+    is_joined: bool
+
+    @property
+    def key_size(self) -> int:
+        """Columns of all keys (or queries)."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Columns of all values."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Columns that pass the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+
+def state_shapes(delta: DeltaConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of one text: the last inputs of the convolution, in the dtype of the model, and a matrix for
+    each head, float32."""
+    inputs = (delta.num_channels, delta.conv_size - 1)
+    return inputs, (delta.num_value_heads, delta.key_dim, delta.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """The attention of one layer.
+
+    ``window``: the last tokens seen; ``chunk``: only positions of the same chunk are. ``qk_norm``:
+    "head" (a weight [head_dim]), "biased" (LayerNorm with a weight and a bias [head_dim]), "full"
+    (over all heads, [num_heads * head_dim]), "per_head" (a weight for each, [num_heads, head_dim];
+    "per_head_list": as a tensor each) or "plain" (no weight); None for none.
+    ``is_value_key``: values are the keys before norm and turning. ``kv_source``: an earlier layer
+    whose keys and values are read, instead of own ones. ``delta``: instead of attention there is a
+    recurrence, which caches no tokens. ``slopes``: of ALiBi, one for
+    each head. ``temperature``: (scale, span, shift) multiply a query at position p by
+    ``1 + scale * log(1 + floor((p + shift) / span))``.
+    """
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope: RopeConfig
-    is_tied: bool
-    dtype: str
-    has_qkv_bias: bool
-    has_output_bias: bool
-    has_mlp_bias: bool
-    has_qk_norm: bool
-    sliding_windows: tuple[int | None, ...]
+    scale: float
+    rope: RopeConfig | None = None
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    slopes: tuple[float, ...] = ()
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    qk_norm: str | None = None
+    qk_norm_kind: NormConfig = NormConfig()
+    is_norm_after_rope: bool = False
+    has_value_norm: bool = False
+    is_value_key: bool = False
+    clip: float | None = None
+    has_gate: bool = False
+    kv_source: int | None = None
+    temperature: tuple[float, float, float] | None = None
+    latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
+
+    @property
+    def rotary_order(self) -> list[int] | None:
+        """For each dimension of a head as the kernels want it, the checkpoint's; None: unchanged.
+
+        The kernels turn dimension ``i`` with dimension ``i + head_dim / 2``. Models that turn
+        neighbours, or a part of a head only, have the rows of their query and key projections put
+        in that order while loading: products of query and key do not depend on the order of
+        dimensions. A dimension that does not turn has frequency 0.
+        """
+        rope = self.rope
+        if rope is None or (rope.dim == self.head_dim and not rope.is_interleaved):
+            return None
+        turning = range(rope.dim)
+        if rope.is_interleaved:
+            first, second = turning[::2], turning[1::2]
+        else:
+            first, second = turning[: rope.dim // 2], turning[rope.dim // 2 :]
+        rest = range(rope.dim, self.head_dim)
+        return [*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :]]
+
+    @property
+    def num_cached(self) -> int:
+        """Tensors of the cache: keys and values, or latents that are both, or another layer's."""
+        if self.kv_source is not None or self.delta is not None:
+            return 0
+        return 1 if self.latent is not None else 2
 
     @property
     def query_size(self) -> int:
@@ -69,144 +171,236 @@ class ModelConfig:
         """Columns of all key (or value) heads."""
         return self.num_kv_heads * self.head_dim
 
-    @classmethod
-    def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read ``config.json``; `CheckpointError` names the key that is missing or unsupported."""
-        return cls.from_reader(JsonReader.from_file(find_config(folder)))
 
-    @classmethod
-    def from_reader(cls, reader: JsonReader) -> ModelConfig:
-        """The same from an open reader."""
-        architecture = _read_architecture(reader)
-        _refuse_unsupported(reader)
-        options = FAMILIES[architecture].read_options(reader)
-        hidden_size = reader.integer("hidden_size", maximum=2**17)
-        num_heads = reader.integer("num_attention_heads", maximum=2**12)
-        num_kv_heads = _read_num_kv_heads(reader, options, num_heads)
-        num_layers = reader.integer("num_hidden_layers", maximum=1024)
-        max_positions = reader.integer("max_position_embeddings")
-        return cls(
-            architecture=architecture,
-            vocab_size=reader.integer("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=reader.integer("intermediate_size", maximum=2**19),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=_read_head_dim(reader, options, hidden_size, num_heads),
-            rms_norm_eps=reader.number("rms_norm_eps"),
-            max_position_embeddings=max_positions,
-            rope=_read_rope(reader, max_positions),
-            is_tied=reader.boolean("tie_word_embeddings", default=False),
-            dtype=_read_dtype(reader),
-            has_qkv_bias=options.has_qkv_bias,
-            has_output_bias=options.has_output_bias,
-            has_mlp_bias=options.has_mlp_bias,
-            has_qk_norm=options.has_qk_norm,
-            sliding_windows=options.sliding_windows or (None,) * num_layers,
-        )
+@dataclass(frozen=True, slots=True)
+class MlpConfig:
+    """A feed-forward layer: ``down(act(gate) * up)``, or ``down(act(up))`` without a gate."""
+
+    size: int
+    activation: str = "silu"
+    is_gated: bool = True
+    has_bias: bool = False
 
 
-def _read_architecture(reader: JsonReader) -> str:
-    names = reader.texts("architectures")
-    supported = ", ".join(FAMILIES)
-    if not names:
-        reader.fail("architectures", f"is missing; supported: {supported}")
-    if names[0] not in FAMILIES:
-        reader.fail("architectures", f"{names[0]!r} is not supported; supported: {supported}")
-    wanted = FAMILIES[names[0]].model_type
-    if (found := reader.text("model_type", default=wanted)) != wanted:
-        reader.fail("model_type", f"{found!r} is not that of {names[0]}, which is {wanted!r}")
-    return names[0]
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """How the experts of a token are chosen and weighed.
 
-
-def _read_num_kv_heads(reader: JsonReader, options: DecoderOptions, num_heads: int) -> int:
-    key = "num_key_value_heads"
-    if options.is_num_kv_heads_required or key in reader:
-        num_kv_heads = reader.integer(key, maximum=2**12)
-    else:
-        num_kv_heads = num_heads
-    if num_heads % num_kv_heads:
-        reader.fail(key, f"({num_kv_heads}) must divide num_attention_heads ({num_heads})")
-    return num_kv_heads
-
-
-def _read_head_dim(
-    reader: JsonReader, options: DecoderOptions, hidden_size: int, num_heads: int
-) -> int:
-    if options.is_head_dim_required or "head_dim" in reader:
-        head_dim = reader.integer("head_dim", maximum=1024)
-    elif hidden_size % num_heads:
-        reader.fail("hidden_size", f"must be a multiple of num_attention_heads ({num_heads})")
-    else:
-        head_dim = hidden_size // num_heads
-    if head_dim % 2:
-        reader.fail("head_dim", f"must be even, not {head_dim}")
-    return head_dim
-
-
-def _refuse_unsupported(reader: JsonReader) -> None:
-    activation = reader.text("hidden_act", default="silu")
-    if activation not in ("silu", "swish"):
-        reader.fail("hidden_act", f"{activation!r} is not supported; supported: silu")
-    for key in _QUANTIZATION_KEYS:
-        if key in reader:
-            reader.fail(key, "is not supported; give an unquantised checkpoint")
-    if not reader.boolean("is_causal", default=True):
-        reader.fail("is_causal", "false is not supported: a token sees those before it only")
-    if any(reader.section("per_layer_config")):
-        reader.fail("per_layer_config", "is not supported: all layers are the same")
-    if "transformers_weights" in reader:
-        reader.fail("transformers_weights", "is not supported; name the weights model.safetensors")
-
-
-def _read_dtype(reader: JsonReader) -> str:
-    key = "dtype" if "dtype" in reader else "torch_dtype"
-    dtype = reader.text(key, default="float32")
-    if dtype not in _DTYPES:
-        reader.fail(key, f"{dtype!r} is not supported; supported: {', '.join(_DTYPES)}")
-    return dtype
-
-
-def _read_rope(reader: JsonReader, max_positions: int) -> RopeConfig:
-    """``rope_parameters`` as transformers 5 writes it, or ``rope_scaling`` and ``rope_theta``."""
-    section = _rope_section(reader)
-    theta = section.number("rope_theta", default=reader.number("rope_theta", default=10_000.0))
-    kind = section.text("rope_type", default=section.text("type", default="default"))
-    if kind not in _ROPE_KEYS:
-        section.fail("rope_type", f"{kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}")
-    for place in (section, reader):
-        if place.number("partial_rotary_factor", default=1.0) != 1.0:
-            place.fail("partial_rotary_factor", "other than 1 is not supported")
-    known = _ROPE_KEYS[kind] | {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-    for key in section:
-        if key not in known:
-            section.fail(key, f"is not supported with rope_type {kind}")
-    if kind == "default":
-        return RopeConfig(theta)
-    factor = section.number("factor")
-    if kind == "linear":
-        return RopeConfig(theta, kind, factor)
-    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
-    if high <= low:
-        section.fail("high_freq_factor", f"({high}) must be above low_freq_factor ({low})")
-    key = "original_max_position_embeddings"
-    outside = reader.integer(key, default=max_positions)
-    original = section.integer(key, default=outside)
-    if key in reader and outside != original:  # releases of transformers differ in which they take
-        reader.fail(key, f"({outside}) is not that of the rope ({original})")
-    return RopeConfig(theta, kind, factor, low, high, original)
-
-
-def _rope_section(reader: JsonReader) -> JsonReader:
-    """``rope_parameters`` or ``rope_scaling``, whichever says anything.
-
-    A file of transformers 5 to which a user has added the model card's setting for longer
-    contexts has both: it takes the second then, and forgets the theta of the first.
+    ``score``: "softmax" or "sigmoid" of the router's logits; "softmax_of_chosen"; "sparsemixer";
+    "sigmoid_of_chosen". ``is_normalized``: weights sum to 1 (plus ``norm_eps``). ``num_groups`` of
+    experts, of which ``num_chosen_groups`` are kept, by the best ("max") or the sum of the best two
+    ("top2") scores. ``scales_input``: the weight multiplies what the expert reads.
+    ``has_input_norm``: the router reads what it is given normed and scaled.
+    ``has_expert_scales``: a number for each expert multiplies its weight.
     """
-    new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
-    if not any(old):
-        return new
-    if any(new) and not new.equals(old):
-        reader.fail("rope_scaling", "is given beside rope_parameters and differs; keep one of them")
-    return old
+
+    score: str = "softmax"
+    is_normalized: bool = False
+    norm_eps: float = 0.0
+    has_correction: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_score: str = "max"
+    scale: float = 1.0
+    scales_input: bool = False
+    jitter: float = 0.0
+    has_input_norm: bool = False
+    has_expert_scales: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture of ``num_experts`` experts of ``size``, ``top_k`` of them for each token.
+
+    ``shared``: one that all tokens pass; ``has_shared_gate``: its answer is multiplied by the
+    sigmoid of a linear. ``has_bias`` and ``has_router_bias`` as named.
+    """
+
+    num_experts: int
+    top_k: int
+    size: int
+    routing: RoutingConfig = RoutingConfig()
+    activation: str = "silu"
+    has_bias: bool = False
+    has_router_bias: bool = False
+    shared: MlpConfig | None = None
+    has_shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One layer."""
+
+    attention: AttentionConfig
+    mlp: MlpConfig | MoeConfig
+    experts_beside: MoeConfig | None = None
+    """Experts whose answer is added to that of ``mlp``, with norms of their own."""
+    has_scalar: bool = False
+    """The layer's answer is multiplied by a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNames:
+    """Where a checkpoint has its tensors; parts of names, joined as ``prefix + layers + number``.
+
+    ``qkv`` and ``gate_up``: fused ones. ``qkv_layout``: "rows" ([q; k; v]), "per_head" (q, k, v of
+    each head), "per_group" (the queries of a KV head, its key, its value) or "codegen".
+    ``attention_gate``: of gates that have a linear of their own; None: they lie behind each query
+    head. ``is_transposed``: weights are [inputs, outputs]. ``expert_layout``: see `parameters`.
+    """
+
+    prefix: str = "model."
+    layers: str = "layers."
+    embedding: str = "embed_tokens"
+    embedding_norm: str = "embed_layernorm"
+    positions: str = "embed_positions"
+    final_norm: str = "norm"
+    head: str = "lm_head"
+    input_norm: str = "input_layernorm"
+    attention_output_norm: str = "post_self_attn_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_output_norm: str = "post_mlp_layernorm"
+    attention: str = "self_attn."
+    query: str = "q_proj"
+    key: str = "k_proj"
+    value: str = "v_proj"
+    qkv: str | None = None
+    qkv_layout: str = "rows"
+    output: str = "o_proj"
+    latent_query: tuple[str, str, str] = ("q_a_proj", "q_a_layernorm", "q_b_proj")
+    latent_key_value: tuple[str, str, str] = (
+        "kv_a_proj_with_mqa",
+        "kv_a_layernorm",
+        "kv_b_proj",
+    )
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    attention_gate: str | None = None
+    sinks: str = "sinks"
+    mlp: str = "mlp."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    gate_up: str | None = None
+    down: str = "down_proj"
+    router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
+    is_correction_row: bool = False
+    experts: str = "experts."
+    expert_gate: str = "gate_proj"
+    expert_up: str = "up_proj"
+    expert_down: str = "down_proj"
+    shared: str = "shared_experts."
+    shared_gate_up: str | None = None
+    shared_down: str = "down_proj"
+    shared_gate: str = "shared_expert_gate"
+    is_transposed: bool = False
+    expert_layout: str = "each"
+
+
+NORMS_OF_BLOCK = {
+    "pre": ("input_norm", "mlp_norm"),
+    "post": ("attention_output_norm", "mlp_output_norm"),
+    "sandwich": ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm"),
+    "parallel": ("input_norm",),
+    "parallel2": ("input_norm", "mlp_norm"),
+    "post_add": ("attention_output_norm", "mlp_output_norm"),
+}
+"""The norms of a layer, by ``ModelConfig.block``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder. ``block``: where norms stand and what is added when (`decoder`): "pre", "post",
+    "sandwich", "parallel" (one norm), "parallel2" (two norms) or "post_add".
+
+    ``position_offset``: of the first row of a learned table of positions, or of sines and cosines
+    that are computed (``has_sinusoids``); None: without.
+    ``embedding_size``: of the table where that differs from ``hidden_size``. ``layer_input_size``:
+    of a second embedding of tokens, one for each layer (`blocks.layer_inputs`). ``ignored``:
+    patterns of tensors that have no use here.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    max_position_embeddings: int
+    norm: NormConfig
+    is_tied: bool
+    dtype: str
+    block: str = "pre"
+    position_offset: int | None = None
+    has_sinusoids: bool = False
+    embedding_size: int | None = None
+    layer_input_size: int = 0
+    embedding_scale: float = 1.0
+    has_embedding_norm: bool = False
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    final_softcap: float | None = None
+    has_final_norm: bool = True
+    has_head_bias: bool = False
+    names: WeightNames = field(default_factory=WeightNames)
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """How many there are."""
+        return len(self.layers)
+
+    @property
+    def head_dim(self) -> int:
+        """The largest of all layers."""
+        return max(each.head_dim for each in self.attending)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """True if keys of any layer have a bias."""
+        return any(layer.attention.has_qkv_bias for layer in self.layers)
+
+    @property
+    def mlp_size(self) -> int:
+        """Inner numbers of a token in the widest feed-forward layer."""
+        parts = [each.mlp for each in self.layers]
+        parts += [each.experts_beside for each in self.layers if each.experts_beside is not None]
+        return max(each.size * (each.top_k if isinstance(each, MoeConfig) else 1) for each in parts)
+
+    @property
+    def query_size(self) -> int:
+        """Columns of all query heads of the widest layer."""
+        return max(layer.attention.query_size for layer in self.layers)
+
+    @property
+    def kv_size(self) -> int:
+        """Columns of all key (or value) heads of the widest layer."""
+        return max(layer.attention.kv_size for layer in self.layers)
+
+    @property
+    def deltas(self) -> dict[int, DeltaConfig]:
+        """The recurrences, by layer."""
+        found = ((index, layer.attention.delta) for index, layer in enumerate(self.layers))
+        return {index: delta for index, delta in found if delta is not None}
+
+    @property
+    def attending(self) -> list[AttentionConfig]:
+        """The other layers."""
+        return [layer.attention for layer in self.layers if layer.attention.delta is None]
+
+    @property
+    def rope_kinds(self) -> list[tuple[RopeConfig | None, int]]:
+        """(rotary embedding, head_dim) of the layers, each pair once: a table each."""
+        return list(dict.fromkeys((each.rope, each.head_dim) for each in self.attending))
+
+    def with_layers(self, change: Callable[[int, LayerConfig], LayerConfig]) -> ModelConfig:
+        """The same with each layer, by number, changed."""
+        return replace(self, layers=tuple(change(*each) for each in enumerate(self.layers)))
+
+    def with_attention(
+        self, change: Callable[[int, AttentionConfig], Mapping[str, Any]]
+    ) -> ModelConfig:
+        """The same with what ``change`` says of each layer's attention."""
+        return self.with_layers(
+            lambda index, layer: replace(
+                layer, attention=replace(layer.attention, **change(index, layer.attention))
+            )
+        )

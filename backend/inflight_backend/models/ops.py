@@ -28,6 +28,9 @@ class Ops:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Activation, Tensor]]
     final_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Activation]
+    plain_rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    plain_silu_mul: Callable[[Tensor], Tensor]
+    grouped_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     to_activation: Callable[[Tensor], Activation]
     make_linear: Callable[[Any, Tensor | None], Callable[[Any], Tensor]]
     make_head: Callable[[Tensor], Callable[[Tensor], Tensor]]
@@ -51,6 +54,9 @@ TORCH_OPS = Ops(
     add_rms_norm=reference.add_rms_norm,
     final_norm=reference.add_rms_norm,
     silu_mul=reference.silu_mul,
+    plain_rms_norm=reference.rms_norm,
+    plain_silu_mul=reference.silu_mul,
+    grouped_linear=reference.grouped_linear,
     to_activation=_identity,
     make_linear=Linear,
     make_head=Linear,

@@ -8,13 +8,20 @@ read from the host, so that a CUDA graph can hold a step; lengths on the host ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from inflight_backend.models.attention import AttentionInputs, AttentionStep, HeadNorms
-from inflight_backend.models.config import ModelConfig
-from inflight_backend.models.kv_cache import KvPool
+from inflight_backend.models.attention import (
+    AttentionInputs,
+    AttentionStep,
+    HeadParameters,
+    RopeTables,
+    make_slopes,
+)
+from inflight_backend.models.config import AttentionConfig, ModelConfig
+from inflight_backend.models.kv_cache import KvPool, RecurrentStates
 from inflight_kernels.ops.paged_attention_context import paged_attention_context
 from inflight_kernels.ops.paged_attention_generation import (
     GenerationWork,
@@ -32,20 +39,24 @@ class TritonAttention:
     """Kernels on the memory of one pool, whose KV may be FP8."""
 
     reads_past_the_end = False
-    can_be_captured = True
 
     def __init__(
-        self, pool: KvPool, model: ModelConfig, cos_sin: Tensor, *, is_deterministic: bool = False
+        self,
+        pool: KvPool,
+        model: ModelConfig,
+        tables: RopeTables,
+        states: RecurrentStates | None = None,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
+        # A recurrence reads lengths from the host.
+        self._states, self.can_be_captured = states, not model.deltas
         # Then splits and tiles depend on a row's own length, not on the batch.
         self._num_splits = DETERMINISTIC_SPLITS if is_deterministic else None
         self._pool = pool
-        self._cos_sin = cos_sin
-        self._eps = model.rms_norm_eps
-        self._windows = model.sliding_windows
-        self._num_heads = model.num_heads
-        self._heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
-        self._scale = model.head_dim**-0.5
+        self._layers = [layer.attention for layer in model.layers]
+        self._tables = [tables.get((each.rope, each.head_dim)) for each in self._layers]
+        self._slopes = [make_slopes(each, pool.device) for each in self._layers]
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
         """Shared are views, the longest chunk, a hint for the size of tiles (in a captured step any
@@ -56,47 +67,60 @@ class TritonAttention:
             longest = int(inputs.host.query.max())
         tables, lengths = inputs.block_tables, inputs.context_lengths
         chunks = Chunks(tables[count:], lengths[count:], inputs.query_starts, longest)
-        windows = set(self._windows) if count else ()
+        attending = [(index, each) for index, each in enumerate(self._layers) if not each.delta]
+        kinds = {_kind_of(each): index for index, each in attending} if count else {}
         work = {
-            window: plan_generation(
-                self._num_heads,
-                self._pool.layer(0)[0],
+            kind: plan_generation(
+                self._layers[index].num_heads,
+                self._pool.layer(index)[0],
                 tables[:count],
                 lengths[:count],
-                window,
+                self._layers[index].window,
+                chunk=self._layers[index].chunk,
                 num_splits=self._num_splits,
             )
-            for window in windows
+            for kind, index in kinds.items()
         }
         generations = Generations(tables[:count], lengths[:count], work)
-        return _TritonStep(self, inputs.positions, inputs.slot_mapping, chunks, generations)
+        return _TritonStep(inputs, self._states, self, chunks, generations)
 
     def write(
         self,
         layer: int,
         heads: Tensor,
-        norms: HeadNorms,
-        positions: Tensor,
-        slot_mapping: Tensor,
+        parameters: HeadParameters,
+        inputs: AttentionInputs,
     ) -> Tensor:
         """Norm and turn, store key and value; the query that is to attend."""
-        query_norm, key_norm = norms or (None, None)
-        query, key, value = torch.split(heads, self._heads, dim=1)
+        config, slot_mapping = self._layers[layer], inputs.slot_mapping
+        table = self._tables[layer]
+        assert table is not None, "a recurrence turns nothing"
+        if config.kv_source is not None:  # any heads will do for what is not kept
+            heads = torch.cat((heads, *[heads[:, : config.num_kv_heads]] * 2), dim=1)
+            slot_mapping = torch.full_like(slot_mapping, -1)
+        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        query, key, value = torch.split(heads, sizes, dim=1)
         return rope_write_kv(
             query,
             key,
             value,
-            self._cos_sin,
-            positions,
+            table,
+            inputs.positions,
             *self._pool.layer(layer),
             slot_mapping,
-            query_norm,
-            key_norm,
-            self._eps,
+            parameters.query_norm,
+            parameters.key_norm,
+            config.qk_norm_kind.eps,
+            is_norm_after_rope=config.is_norm_after_rope,
         )
 
     def attend_context(
-        self, layer: int, query: Tensor, chunks: Chunks, out: Tensor | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        sinks: Tensor | None,
+        chunks: Chunks,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The chunks of a step, in their rows of query and ``out`` [num_tokens, H, D]."""
         return paged_attention_context(
@@ -105,14 +129,18 @@ class TritonAttention:
             chunks.tables,
             chunks.query_starts,
             chunks.lengths,
-            self._scale,
-            self._windows[layer],
             max_query_len=chunks.longest if self._num_splits is None else None,
             out=out,
+            **self._options(layer, sinks),
         )
 
     def attend_generation(
-        self, layer: int, query: Tensor, generations: Generations, out: Tensor | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        sinks: Tensor | None,
+        generations: Generations,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The generations of a step: query and ``out`` [num_generations, H, D]."""
         return paged_attention_generation(
@@ -120,11 +148,31 @@ class TritonAttention:
             *self._pool.layer(layer),
             generations.tables,
             generations.lengths,
-            self._scale,
-            self._windows[layer],
-            work=generations.work.get(self._windows[layer]),
+            work=generations.work.get(_kind_of(self._layers[layer])),
             out=out,
+            **self._options(layer, sinks),
         )
+
+    def _options(self, layer: int, sinks: Tensor | None) -> dict[str, Any]:
+        """What both kernels are told about a layer."""
+        config = self._layers[layer]
+        return {
+            "scale": config.scale,
+            "sliding_window": config.window,
+            "softcap": config.softcap,
+            "chunk": config.chunk,
+            "sinks": sinks,
+            "slopes": self._slopes[layer],
+        }
+
+
+_Kind: TypeAlias = tuple[int, int, int, int | None, int | None]
+
+
+def _kind_of(config: AttentionConfig) -> _Kind:
+    """Layers of one kind share the work of a step."""
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    return (*heads, config.window, config.chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,33 +188,33 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Generations:
-    """Single tokens: block tables [B, max_blocks] and lengths [B], int32, and by sliding window
-    (None: without one) which program of the attention does what."""
+    """Single tokens: block tables [B, max_blocks] and lengths [B], int32, and by kind of layer
+    which program of the attention does what."""
 
     tables: Tensor
     lengths: Tensor
-    work: dict[int | None, GenerationWork]
+    work: dict[_Kind, GenerationWork]
 
 
 @dataclass(frozen=True, slots=True)
 class _TritonStep:
     """Generations first, then chunks, then padding; how many are none only the device knows."""
 
+    inputs: AttentionInputs
+    states: RecurrentStates | None
     backend: TritonAttention
-    positions: Tensor
-    slot_mapping: Tensor
     chunks: Chunks
     generations: Generations
 
-    def attend(self, layer: int, heads: Tensor, norms: HeadNorms) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, parameters: HeadParameters) -> Tensor:
         backend, chunks, generations = self.backend, self.chunks, self.generations
-        query = backend.write(layer, heads, norms, self.positions, self.slot_mapping)
-        rows = len(generations.lengths)
+        query = backend.write(layer, heads, parameters, self.inputs)
+        rows, sinks = len(generations.lengths), parameters.sinks
         if len(chunks.lengths) == 0:
-            return backend.attend_generation(layer, query, generations)
+            return backend.attend_generation(layer, query, sinks, generations)
         if rows == 0:
-            return backend.attend_context(layer, query, chunks)
+            return backend.attend_context(layer, query, sinks, chunks)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         # In this order: rows without a generation get zeros, where there may be chunks.
-        backend.attend_generation(layer, query[:rows], generations, out[:rows])
-        return backend.attend_context(layer, query, chunks, out)
+        backend.attend_generation(layer, query[:rows], sinks, generations, out[:rows])
+        return backend.attend_context(layer, query, sinks, chunks, out)

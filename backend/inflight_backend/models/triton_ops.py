@@ -1,9 +1,9 @@
 """The table of ops in the Triton language, and its linears; needs triton.
 
-Deterministic mode makes these independent of the batch: every product of a layer and of the head
-(libraries pick tiles by the number of rows), the splits of the generation attention (they follow
-from a row's own length) and the tile of the context attention. Norms, activations, the rotary
-embedding and sampling work row by row in any mode.
+Deterministic mode makes these independent of the batch: every product of a layer, of its experts
+and of the head (tiles are picked by the number of rows), the splits of the generation attention
+(they follow from a row's own length) and the tile of the context attention. Norms, activations, the
+rotary embedding and sampling work row by row in any mode.
 
 What remains: a prompt that is cut into chunks, continued after a cached prefix, or computed again
 after a pause goes through other tiles, or another kernel, than in one piece. So answers repeat bit
@@ -27,6 +27,7 @@ from inflight_backend.models.layers import Fp8Linear, Linear, Parameter, Quantiz
 from inflight_backend.models.ops import TORCH_OPS, Ops
 from inflight_kernels.ops import adjust_logits as adjusting
 from inflight_kernels.ops import ban_tokens as banning
+from inflight_kernels.ops import grouped_linear as grouping
 from inflight_kernels.ops import mask_logits as masking
 from inflight_kernels.ops import quantize_fp8 as quantize_module
 from inflight_kernels.ops import rms_norm as norms
@@ -65,6 +66,9 @@ TRITON_OPS = replace(
     add_rms_norm=norms.add_rms_norm,
     final_norm=norms.add_rms_norm,
     silu_mul=activation.silu_mul,
+    plain_rms_norm=norms.rms_norm,
+    plain_silu_mul=activation.silu_mul,
+    grouped_linear=grouping.grouped_linear,
     sample=sampling.sample,
     sample_with_log_probs=sampling.sample_with_log_probs,
     adjust_logits=adjusting.adjust_logits,
@@ -143,7 +147,7 @@ class TritonFp8Linear(Fp8Linear):
 
 
 def make_triton_ops(quantization: str, *, is_deterministic: bool) -> Ops:
-    """The table for a quantization ("none", "fp8"); the head is never FP8.
+    """The table for a quantization ("none", "fp8"); neither the head nor experts are ever FP8.
 
     `ConfigurationError` if compiled kernels would lie where others can write.
     """
@@ -151,7 +155,8 @@ def make_triton_ops(quantization: str, *, is_deterministic: bool) -> Ops:
     make_linear = partial(TritonLinear, is_deterministic=is_deterministic)
     ops = replace(TRITON_OPS, make_linear=make_linear)
     if is_deterministic:
-        ops = replace(ops, make_head=make_linear)
+        grouped_linear = partial(grouping.grouped_linear, tile_rows=grouping.MIN_TILE_ROWS)
+        ops = replace(ops, make_head=make_linear, grouped_linear=grouped_linear)
     if quantization == "fp8":
         ops = replace(
             ops,

@@ -15,10 +15,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from inflight_backend.errors import CheckpointError
-from inflight_backend.models.checkpoint_files import open_weights
+from inflight_backend.log import get_logger
+from inflight_backend.models.checkpoint_files import list_names, open_weights
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.layers import Fp8Weight, Parameter, Quantized, quantize
-from inflight_backend.models.parameters import ParameterSpec, check_weights, duplicate_names
+from inflight_backend.models.parameters import ParameterSpec, check_weights, duplicate_names, fitted
+
+_logger = get_logger(__name__)
 
 # Rows are quantised in portions: at most so many numbers (their float32 forms are 64 MiB each), and
 # at most a sixteenth of a tensor, so that these forms together stay below the tensor itself.
@@ -35,7 +38,8 @@ def allocate(
     """
     try:
         if not (is_fp8 and spec.is_linear):
-            return torch.empty(spec.shape, dtype=dtype, device=device)
+            kept = torch.float32 if spec.is_wide else dtype
+            return torch.empty(spec.shape, dtype=kept, device=device)
         values = torch.empty(spec.shape, dtype=torch.float8_e4m3fn, device=device)
         scales = torch.empty((spec.shape[0], 1), dtype=torch.float32, device=device)
         return Fp8Weight(Quantized(values, scales), dtype)
@@ -78,9 +82,15 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self._opened.__exit__(None, None, None)
 
+    def fit(self, config: ModelConfig) -> ModelConfig:
+        """``config`` with the names that the tensors have here."""
+        return fitted(config, self._headers)
+
     def check(self, config: ModelConfig) -> None:
-        """`CheckpointError` unless every tensor has one use and every use has its tensor."""
-        check_weights(config, self._headers)
+        """`CheckpointError` unless every tensor has one use and every use has its tensor; other
+        parts of a multimodal model are left out, and logged."""
+        if ignored := check_weights(config, self._headers):
+            _logger.info("%d tensors are left out: %s", len(ignored), list_names(ignored))
         for name, original in duplicate_names(config).items():
             if name in self._headers and not torch.equal(self._read(name), self._read(original)):
                 raise CheckpointError(
@@ -102,23 +112,32 @@ class Checkpoint:
         With ``is_fp8`` the weights of linears are quantised on their way, some rows at a time, so
         that the device never holds more than the end state and a part of one tensor.
         """
-        total = sum(self._headers[src.name].num_bytes for spec in specs for src in spec.sources)
+        names = {source.name for spec in specs for source in spec.sources}
+        total = sum(self._headers[name].num_bytes for name in names)
         done = 0
         parameters: dict[str, Parameter] = {}
         for spec in specs:
             parameters[spec.name] = parameter = allocate(spec, dtype, device, is_fp8=is_fp8)
             row = 0
             for source in spec.sources:
-                put_rows(parameter, row, self._read(source.name))
-                row += source.shape[0]
-                done += self._headers[source.name].num_bytes
+                tensor = self._read(source.name, source.part)
+                put_rows(
+                    parameter, row, tensor if source.convert is None else source.convert(tensor)
+                )
+                row += source.rows
+                if source.name in names:  # else counted: some are read for several parameters
+                    names.remove(source.name)
+                    done += self._headers[source.name].num_bytes
                 if on_progress is not None:
                     on_progress(done, total)
         return parameters
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, part: tuple[int, int] | None = None) -> Tensor:
         file = self._headers[name].file
         try:
+            if part is not None:
+                rows: Tensor = self._files[file].get_slice(name)[part[0] : part[1]]
+                return rows
             tensor: Tensor = self._files[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: {name} cannot be read ({error})") from None

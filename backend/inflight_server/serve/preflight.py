@@ -14,7 +14,7 @@ from pathlib import Path
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.checkpoint_files import find_file, weight_files
-from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.families.registry import read_model
 from inflight_backend.triton.model import check_numpy
 from inflight_server.serve.settings import PATH_KEYS, ServeSettings
 from inflight_server.serve.tritonserver import TritonInstall
@@ -63,7 +63,7 @@ def check_install(install: TritonInstall, environment: Mapping[str, str]) -> Non
 
 def check_checkpoint(model: Path) -> None:
     """`CheckpointError` unless ``model`` is a Hugging Face checkpoint folder of a kind we serve."""
-    ModelConfig.from_folder(model)
+    read_model(model)
     weight_files(model)
 
 

@@ -4,8 +4,9 @@
 
 Sequence ``s`` owns query tokens ``query_starts[s] .. query_starts[s + 1]``; they are the last ones
 of its ``context_lengths[s]`` tokens, all of which (this chunk included) are in the cache already.
-Token at position ``p`` sees positions ``p - sliding_window < j <= p``. Scores get
-``softcap * tanh(s / softcap)`` when a soft cap is given.
+Token at position ``p`` sees positions ``p - sliding_window < j <= p``, and of these the ones of its
+own ``chunk`` of positions. Scores get ``softcap * tanh(s / softcap)`` when a soft cap is given;
+``slopes`` and ``sinks`` are those of `paged_attention_generation`.
 
 One program owns one KV head and one tile of query rows; a row is a (token, query head of the
 group) pair, so a tile of 128 rows is 32 tokens at G = 4 and K and V are read once for all heads of
@@ -28,9 +29,11 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
-from inflight_kernels.launch import dot, narrow, tuned_tile
+from inflight_kernels.launch import dot, find_group, narrow, tuned_tile
 from inflight_kernels.paging import (
+    begin_softmax,
     check_attention,
+    first_visible,
     make_output,
     scores_to_log2,
     tile_rows,
@@ -38,23 +41,6 @@ from inflight_kernels.paging import (
 )
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
-
-@triton.jit
-def _find_sequence(tile, starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
-    """The sequence that owns a tile.
-
-    Sequence s gets the tiles from ``starts[s] // BLOCK_Q + s`` on: at least as many as it needs,
-    at most one too many, and their numbers rise with s, so counting finds the owner.
-    """
-    BLOCK_S: tl.constexpr = 256  # counted at a time: one compiled kernel for any number
-    num_before = 0
-    for first in range(0, num_sequences, BLOCK_S):
-        ids = first + tl.arange(0, BLOCK_S)
-        starts = tl.load(starts_ptr + ids, mask=ids < num_sequences, other=0)
-        is_before = (starts // BLOCK_Q + ids <= tile) & (ids < num_sequences)
-        num_before += tl.sum(is_before.to(tl.int32), axis=0)
-    return num_before - 1
 
 
 @triton.jit
@@ -74,12 +60,13 @@ def _find_queries(tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q
 
 @triton.jit
 def _attend_tiles(
-    peak, total, acc, q, positions, begin, end,
+    peak, total, acc, q, positions, slopes, begin, end,
     table_ptr, key_ptr, value_ptr, scale, stride_block, stride_token,
     MASKED: tl.constexpr, P: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys begin .. end. q, acc [M, D]; positions, peak, total [M]."""
+    """Online softmax over keys begin .. end. q, acc [M, D]; positions, slopes, peak, total [M]."""
     offs_d = tl.arange(0, D)
     in_head = (offs_d < HEAD_DIM)[None, :]
     for first in tl.range(begin, end, N, num_stages=STAGES):
@@ -88,12 +75,14 @@ def _attend_tiles(
         mask = (tokens < end)[:, None] & in_head if MASKED else in_head
         k = tl.load(key_ptr + rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
         scores = dot(q, tl.trans(k.to(q.dtype)))  # [M, N]
-        if MASKED or SOFTCAP > 0:
+        if MASKED or SOFTCAP > 0 or HAS_SLOPES:
             scores = scores_to_log2(scores, scale, SOFTCAP)
+            if HAS_SLOPES:
+                scores += slopes[:, None] * (tokens[None, :] - positions[:, None]).to(tl.float32)
             if MASKED:
                 visible = tokens[None, :] <= positions[:, None]
-                if WINDOW > 0:
-                    visible &= tokens[None, :] > positions[:, None] - WINDOW
+                if WINDOW > 0 or CHUNK > 0:
+                    visible &= tokens[None, :] >= first_visible(positions, WINDOW, CHUNK)[:, None]
                 # Finite: a row's first tiles may lie before its window. What they add is a sum of
                 # ones at weight 2^(-1e30 - peak): zero once a visible key has raised the peak.
                 scores = tl.where(visible, scores, -1.0e30)
@@ -123,6 +112,8 @@ def _paged_attention_context_kernel(
     block_tables_ptr,  # [S, max_blocks]
     starts_ptr,  # [S + 1]
     context_lengths_ptr,  # [S]
+    sinks_ptr,  # [H] float32, with HAS_SINKS
+    slopes_ptr,  # [H] float32, with HAS_SLOPES
     scale,  # softmax scale times the scale of an FP8 key cache
     value_scale,
     num_tokens,
@@ -138,12 +129,16 @@ def _paged_attention_context_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    IS_LOCAL: tl.constexpr = WINDOW > 0 or CHUNK > 0
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # A grid of one dimension: the others end at 65,535, and wide groups have more tiles.
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -151,7 +146,7 @@ def _paged_attention_context_kernel(
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
     if tile < tl.load(starts_ptr) // BLOCK_Q:
         return
-    sequence = _find_sequence(tile, starts_ptr, num_sequences, BLOCK_Q)
+    sequence = find_group(tile, starts_ptr, num_sequences, BLOCK_Q)
     start, num_queries, num_rows, first_query = _find_queries(
         tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q
     )
@@ -173,28 +168,31 @@ def _paged_attention_context_kernel(
     first_position = length - num_queries + first_query
     end = tl.minimum(length, first_position + BLOCK_Q)
     begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    if IS_LOCAL:
+        begin = first_visible(tl.maximum(first_position, 0), WINDOW, CHUNK) // BLOCK_N * BLOCK_N
     end = tl.where(first_query < num_queries, end, begin)
     # Keys up to the first row's own position are visible to all rows, unless a window hides some.
-    middle = begin if WINDOW > 0 else tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)
+    middle = begin if IS_LOCAL else tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)
 
-    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    peak, total, slopes = begin_softmax(
+        sinks_ptr, slopes_ptr, heads, offs_m < BLOCK_Q * GROUP, True, BLOCK_M, HAS_SINKS, HAS_SLOPES
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table_ptr = block_tables_ptr + sequence.to(tl.int64) * stride_table
     key_ptr += kv_head.to(tl.int64) * stride_head
     value_ptr += kv_head.to(tl.int64) * stride_head
-    if WINDOW == 0:
+    if not IS_LOCAL:
         peak, total, acc = _attend_tiles(
-            peak, total, acc, q, positions, begin, middle,
+            peak, total, acc, q, positions, slopes, begin, middle,
             table_ptr, key_ptr, value_ptr, scale, stride_block, stride_token,
-            False, TOKENS_PER_BLOCK, HEAD_DIM, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, STAGES,
+            False, TOKENS_PER_BLOCK, HEAD_DIM, WINDOW, CHUNK, SOFTCAP, HAS_SLOPES, BLOCK_N,
+            BLOCK_D, STAGES,
         )  # fmt: skip
     peak, total, acc = _attend_tiles(
-        peak, total, acc, q, positions, middle, end,
+        peak, total, acc, q, positions, slopes, middle, end,
         table_ptr, key_ptr, value_ptr, scale, stride_block, stride_token,
-        True, TOKENS_PER_BLOCK, HEAD_DIM, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, STAGES,
+        True, TOKENS_PER_BLOCK, HEAD_DIM, WINDOW, CHUNK, SOFTCAP, HAS_SLOPES, BLOCK_N,
+        BLOCK_D, STAGES,
     )  # fmt: skip
 
     # Rows are counted over the batch, so that nothing of them is known before the answer.
@@ -270,11 +268,15 @@ def _check(
     sliding_window: int | None,
     softcap: float | None,
     max_query_len: int | None,
+    chunk: int | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
 ) -> None:
     """Raise ValueError, naming the argument, unless all fit one another."""
     check_attention(
-        query, key_cache, value_cache, block_tables, context_lengths, scale, sliding_window, softcap
-    )
+        query, key_cache, value_cache, block_tables, context_lengths, scale, sliding_window,
+        softcap, chunk, sinks, slopes,
+    )  # fmt: skip
     if value_cache.stride() != key_cache.stride():  # one offset finds a token in both
         raise ValueError(
             f"value_cache: must have the strides of key_cache, {key_cache.stride()}, "
@@ -299,6 +301,9 @@ def paged_attention_context(
     softcap: float | None = None,
     max_query_len: int | None = None,
     *,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,  # [H] float32
+    slopes: torch.Tensor | None = None,  # [H] float32
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     tile: ContextTile | None = None,
@@ -312,7 +317,7 @@ def paged_attention_context(
     """
     _check(
         query, key_cache, value_cache, block_tables, query_starts, context_lengths, scale,
-        sliding_window, softcap, max_query_len,
+        sliding_window, softcap, max_query_len, chunk, sinks, slopes,
     )  # fmt: skip
     num_tokens, num_heads, head_dim = query.shape
     num_sequences = context_lengths.shape[0]
@@ -331,6 +336,8 @@ def paged_attention_context(
         block_tables,
         query_starts,
         context_lengths,
+        out if sinks is None else sinks,
+        out if slopes is None else slopes,
         scale * key_scale,
         value_scale,
         num_tokens,
@@ -342,7 +349,10 @@ def paged_attention_context(
         GROUP=group,
         HEAD_DIM=head_dim,
         WINDOW=sliding_window or 0,
+        CHUNK=chunk or 0,
         SOFTCAP=softcap or 0.0,
+        HAS_SINKS=sinks is not None,
+        HAS_SLOPES=slopes is not None,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=launch.next_power_of_2(head_dim),

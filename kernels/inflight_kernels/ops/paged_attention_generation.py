@@ -3,7 +3,9 @@
     out[b, h] = softmax(scale * q[b, h] . K[0:len_b, h // G])  @  V[0:len_b, h // G]
 
 with G query heads per KV head, ``softcap * tanh(s / softcap)`` applied to the scores when a soft
-cap is given, and only the last ``sliding_window`` tokens visible when a window is given.
+cap is given, and only the last ``sliding_window`` tokens visible when a window is given, and only
+those of its own ``chunk`` of positions. ``slopes`` add ``slope[h] * (key - query position)`` to the
+scores (ALiBi); ``sinks`` are one more score of each head, which joins the softmax and is dropped.
 
 One program owns one KV head of one request and one *split* of its tokens; the G query heads share
 the program, so every cached byte is read once. A row with one split is written straight to the
@@ -43,8 +45,10 @@ import triton.language as tl
 from inflight_kernels import launch
 from inflight_kernels.launch import dot, narrow, tuned_tile, unpack_fp8
 from inflight_kernels.paging import (
+    begin_softmax,
     cache_strides,
     check_attention,
+    first_visible,
     make_output,
     scores_to_log2,
     tile_rows,
@@ -74,14 +78,14 @@ class GenerationWork:
 
 
 @triton.jit
-def _num_tiles(lengths, window, N: tl.constexpr):
+def _num_tiles(lengths, N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """First visible tile, and visible tiles, of rows; tiles are N tokens, N-aligned."""
-    first = tl.where(window > 0, tl.maximum(lengths - window, 0), 0) // N
+    first = first_visible(tl.maximum(lengths - 1, 0), WINDOW, CHUNK) // N
     return first, tl.cdiv(lengths, N) - first
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_items", "num_entries", "share", "num_splits", "window"],
+    do_not_specialize=["num_rows", "num_items", "num_entries", "share", "num_splits"],
     do_not_specialize_on_alignment=["context_lengths_ptr"],
 )
 def _plan_work_kernel(
@@ -93,8 +97,9 @@ def _plan_work_kernel(
     num_entries,  # of split_rows
     share,
     num_splits,  # 0: fill the machine
-    window,  # 0: none
     N: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    CHUNK: tl.constexpr,  # 0: none
     MIN_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -103,7 +108,7 @@ def _plan_work_kernel(
     for first in range(0, num_rows, BLOCK):
         rows = first + tl.arange(0, BLOCK)
         lengths = tl.load(context_lengths_ptr + rows, mask=rows < num_rows, other=0)
-        _, tiles = _num_tiles(lengths, window, N)
+        _, tiles = _num_tiles(lengths, N, WINDOW, CHUNK)
         total += tl.sum(tiles, axis=0)
     mean = tl.maximum(tl.cdiv(total, share), MIN_TILES)
     num_made, num_split = 0, 0
@@ -111,7 +116,7 @@ def _plan_work_kernel(
         rows = first + tl.arange(0, BLOCK)
         is_row = rows < num_rows
         lengths = tl.load(context_lengths_ptr + rows, mask=is_row, other=0)
-        first_tile, tiles = _num_tiles(lengths, window, N)
+        first_tile, tiles = _num_tiles(lengths, N, WINDOW, CHUNK)
         if num_splits > 0:
             per_split = tl.maximum(tl.cdiv(tiles, num_splits), MIN_TILES)
         else:
@@ -149,13 +154,14 @@ def plan_work(
     block_n: int,
     window: int | None = None,
     num_splits: int | None = None,
+    chunk: int | None = None,
 ) -> GenerationWork:
     """The work of a step whose rows have up to ``max_context`` tokens."""
     batch_size, device = context_lengths.shape[0], context_lengths.device
     share = max(PROGRAMS_PER_SM * launch.num_sms(device) // num_kv_heads, 1)
     min_tiles = max(_MIN_SPLIT // block_n, 1)
-    # A window may lie across one tile more than it has.
-    most = min(max_context, window + block_n) if window else max_context
+    # A window may lie across one tile more than it has, and so may a chunk.
+    most = min([max_context, *(size + block_n for size in (window, chunk) if size)])
     most_splits = launch.cdiv(launch.cdiv(most, block_n), min_tiles)
     most_splits = min(most_splits, num_splits) if num_splits else most_splits
     num_more = batch_size * (most_splits - 1)
@@ -172,8 +178,9 @@ def plan_work(
         num_entries,
         share,
         num_splits or 0,
-        window or 0,
         N=block_n,
+        WINDOW=window or 0,
+        CHUNK=chunk or 0,
         MIN_TILES=min_tiles,
         BLOCK=_ROWS_AT_A_TIME,
         num_warps=4,
@@ -183,10 +190,15 @@ def plan_work(
 
 
 @triton.jit
-def _weigh(scores, peak, total, visible, scale, SOFTCAP: tl.constexpr):
+def _weigh(
+    scores, peak, total, visible, scale, slopes, distance,
+    SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr
+):  # fmt: skip
     """Online softmax over a tile of scores [M, N]: their weights, the factor [M] that older results
-    take, and the new peak and total [M]."""
+    take, and the new peak and total [M]. ``slopes`` [M] are in log2, ``distance`` [N] at most 0."""
     scores = scores_to_log2(scores, scale, SOFTCAP)
+    if HAS_SLOPES:
+        scores += slopes[:, None] * distance.to(tl.float32)[None, :]
     # Finite, so that exp2 never sees inf - inf; every tile holds at least one visible token.
     scores = tl.where(visible[None, :], scores, -1.0e30)
     peak_new = tl.maximum(peak, tl.max(scores, axis=1))
@@ -209,6 +221,8 @@ def _paged_attention_generation_kernel(
     block_tables_ptr,  # [B, max_blocks]
     context_lengths_ptr,  # [B]
     items_ptr,  # [num_items, 4], see `GenerationWork`
+    sinks_ptr,  # [H] float32, with HAS_SINKS
+    slopes_ptr,  # [H] float32, with HAS_SLOPES
     scale,  # softmax scale times the scale of an FP8 key cache
     value_scale,
     stride_q_row,
@@ -226,7 +240,10 @@ def _paged_attention_generation_kernel(
     HEAD_DIM: tl.constexpr,
     IS_FP8: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -239,7 +256,9 @@ def _paged_attention_generation_kernel(
     begin = tl.load(items_ptr + item * 4 + 1) * BLOCK_N
     end = tl.load(items_ptr + item * 4 + 2)
     num_splits = tl.load(items_ptr + item * 4 + 3)
-    length = tl.load(context_lengths_ptr + row) if WINDOW > 0 else end
+    length = end
+    if WINDOW > 0 or CHUNK > 0 or HAS_SLOPES:
+        length = tl.load(context_lengths_ptr + row)
 
     offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     in_head = offs_d < HEAD_DIM
@@ -255,8 +274,11 @@ def _paged_attention_generation_kernel(
         q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, BLOCK_C, 2]))
         acc_odd = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
 
-    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    # The sinks of a row with splits join when these are combined.
+    peak, total, slopes = begin_softmax(
+        sinks_ptr, slopes_ptr, heads, offs_m < GROUP, num_splits == 1, BLOCK_M, HAS_SINKS,
+        HAS_SLOPES
+    )  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     table_ptr = block_tables_ptr + row * stride_table
     # Strides are halved here, not by the host: of a multiple of 16 the compiler then knows that it
@@ -277,14 +299,16 @@ def _paged_attention_generation_kernel(
         k = tl.load(key_ptr + k_rows[:, None] + offs_c[None, :], mask=mask, other=0)
         v = tl.load(value_ptr + v_rows[:, None] + offs_c[None, :], mask=mask, other=0)
         visible = tokens < end
-        if WINDOW > 0:
-            visible &= tokens >= length - WINDOW
+        if WINDOW > 0 or CHUNK > 0:
+            visible &= tokens >= first_visible(length - 1, WINDOW, CHUNK)
         if IS_FP8:
             k, k_odd = unpack_fp8(k)
             scores = dot(q, tl.trans(k)) + dot(q_odd, tl.trans(k_odd))  # [M, N]
         else:
             scores = dot(q, tl.trans(k))
-        p, alpha, peak, total = _weigh(scores, peak, total, visible, scale, SOFTCAP)
+        p, alpha, peak, total = _weigh(
+            scores, peak, total, visible, scale, slopes, tokens + 1 - length, SOFTCAP, HAS_SLOPES
+        )
         p = narrow(p, q.dtype)
         if IS_FP8:
             v, v_odd = unpack_fp8(v)
@@ -311,10 +335,13 @@ def _combine_splits_kernel(
     partial_ptr,
     log_sum_ptr,
     split_rows_ptr,  # [n, 3], see `GenerationWork`
+    sinks_ptr,  # [H] float32, with HAS_SINKS
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    """out = sum_s 2^(log_sum_s) partial_s / sum_s 2^(log_sum_s), rows with one split left alone."""
+    """out = sum_s 2^(log_sum_s) partial_s / sum_s 2^(log_sum_s), rows with one split left alone.
+    A sink is one more term of the sum below, with nothing above."""
     head, entry = tl.program_id(0), tl.program_id(1)
     row = tl.load(split_rows_ptr + entry * 3).to(tl.int64)
     if row < 0:
@@ -326,6 +353,9 @@ def _combine_splits_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     peak = tl.full([], -float("inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
+    if HAS_SINKS:
+        peak = tl.load(sinks_ptr + head) * 1.4426950408889634  # log2(e)
+        total += 1.0
     acc = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, num_used, BLOCK_S):
         splits = first + tl.arange(0, BLOCK_S)
@@ -394,6 +424,7 @@ def plan_generation(
     context_lengths: torch.Tensor,  # [B] int32
     sliding_window: int | None = None,
     *,
+    chunk: int | None = None,
     num_splits: int | None = None,
     tile: GenerationTile | None = None,
 ) -> GenerationWork:
@@ -403,7 +434,7 @@ def plan_generation(
     tile = tile or choose_tile(head_dim, key_cache.dtype, num_heads // num_kv_heads)
     max_context = block_tables.shape[1] * tokens_per_block
     return plan_work(
-        context_lengths, max_context, num_kv_heads, tile.block_n, sliding_window, num_splits
+        context_lengths, max_context, num_kv_heads, tile.block_n, sliding_window, num_splits, chunk
     )
 
 
@@ -417,6 +448,9 @@ def paged_attention_generation(
     sliding_window: int | None = None,
     softcap: float | None = None,
     *,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,  # [H] float32
+    slopes: torch.Tensor | None = None,  # [H] float32
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     num_splits: int | None = None,
@@ -433,8 +467,9 @@ def paged_attention_generation(
     Raises ValueError naming the argument that does not fit.
     """
     check_attention(
-        query, key_cache, value_cache, block_tables, context_lengths, scale, sliding_window, softcap
-    )
+        query, key_cache, value_cache, block_tables, context_lengths, scale, sliding_window,
+        softcap, chunk, sinks, slopes,
+    )  # fmt: skip
     batch_size, num_heads, head_dim = query.shape
     launch.check_shape("context_lengths", context_lengths, (batch_size,))
     launch.check_positive("num_splits", num_splits)
@@ -451,6 +486,7 @@ def paged_attention_generation(
             block_tables,
             context_lengths,
             sliding_window,
+            chunk=chunk,
             num_splits=num_splits,
             tile=tile,
         )
@@ -471,7 +507,9 @@ def paged_attention_generation(
     is_bound = capability >= 120 or (is_fp8 and capability < 90)
     # A matrix product is 16 numbers deep at least: of words, half the head must be.
     block_d = max(launch.next_power_of_2(head_dim), 32 if is_fp8 else 16)
+    sinks_or_any = out if sinks is None else sinks
     common: dict[str, Any] = {
+        "HAS_SINKS": sinks is not None,
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
         **launch.LAUNCH_OPTIONS,
@@ -486,6 +524,8 @@ def paged_attention_generation(
         block_tables,
         context_lengths,
         work.items,
+        sinks_or_any,
+        out if slopes is None else slopes,
         scale * key_scale,
         value_scale,
         stride_q_row=query.stride(0),
@@ -495,7 +535,9 @@ def paged_attention_generation(
         GROUP=group,
         IS_FP8=is_fp8,
         WINDOW=sliding_window or 0,
+        CHUNK=chunk or 0,
         SOFTCAP=softcap or 0.0,
+        HAS_SLOPES=slopes is not None,
         **strides,
         # A matrix product has 16 rows at least. Padded even for a single query head it takes a
         # third of the instructions of multiply-adds (345 per warp and 64 keys in sm_90 code).
@@ -509,6 +551,6 @@ def paged_attention_generation(
     )
     if num_split_rows:
         _combine_splits_kernel[(num_heads, num_split_rows)](
-            out, partial, log_sum, work.split_rows, **common
+            out, partial, log_sum, work.split_rows, sinks_or_any, **common
         )
     return out

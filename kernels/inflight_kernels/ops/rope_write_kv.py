@@ -4,8 +4,9 @@
     x'[i + D/2]   = x[i + D/2] * cos[p, i] + x[i] * sin[p, i]
 
 for token position p. Optionally query and key heads are first RMS-normed over the head with a
-weight each (qk-norm). Token t goes to slot ``slot_mapping[t] = block * tokens_per_block + row`` of
-both caches; -1 writes nothing. An FP8 cache holds K / key_scale and V / value_scale.
+weight each (qk-norm), or after they have turned. Token t goes to slot ``slot_mapping[t] = block *
+tokens_per_block + row`` of both caches; -1 writes nothing. An FP8 cache holds K / key_scale and
+V / value_scale.
 
 A program handles one token and up to 8 query heads, or up to 8 KV heads.
 """
@@ -41,7 +42,7 @@ def _norm_halves(low, high, weight_ptr, offs, mask, eps, HEAD_DIM: tl.constexpr)
 @triton.jit
 def _rotate(
     x_ptr, stride_head, heads, num_heads, weight_ptr, eps, cos, sin, NORM: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+    NORM_LAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Both rotated halves of some heads of one token, float32 [heads, BLOCK], and their mask."""
     offs = tl.arange(0, BLOCK)
@@ -50,10 +51,17 @@ def _rotate(
     ptrs = x_ptr + heads[:, None] * stride_head + offs[None, :]
     low = tl.load(ptrs, mask=mask, other=0.0)
     high = tl.load(ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
-    if NORM:
+    dtype = low.dtype
+    if NORM and not NORM_LAST:
         low, high = _norm_halves(low, high, weight_ptr, offs, in_half, eps, HEAD_DIM)
     low, high = low.to(tl.float32), high.to(tl.float32)
-    return low * cos - high * sin, high * cos + low * sin, mask
+    low, high = low * cos - high * sin, high * cos + low * sin
+    if NORM and NORM_LAST:
+        low, high = _norm_halves(
+            narrow(low, dtype), narrow(high, dtype), weight_ptr, offs, in_half, eps, HEAD_DIM
+        )
+        low, high = low.to(tl.float32), high.to(tl.float32)
+    return low, high, mask
 
 
 @triton.jit
@@ -99,6 +107,7 @@ def _rope_write_kv_kernel(
     TOKENS_PER_BLOCK: tl.constexpr,
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -114,7 +123,7 @@ def _rope_write_kv_kernel(
         heads = part * HEADS + tl.arange(0, HEADS)
         low, high, mask = _rotate(
             query_ptr + token * stride_q_row, stride_q_head, heads, NUM_HEADS, q_weight_ptr, eps,
-            cos, sin, NORM_Q, HEAD_DIM, BLOCK,
+            cos, sin, NORM_Q, NORM_LAST, HEAD_DIM, BLOCK,
         )  # fmt: skip
         ptrs = out_ptr + (token * NUM_HEADS + heads[:, None]) * HEAD_DIM + offs[None, :]
         tl.store(ptrs, narrow(low, out_ptr.dtype.element_ty), mask=mask)
@@ -128,7 +137,7 @@ def _rope_write_kv_kernel(
     heads = (part - QUERY_PROGRAMS) * HEADS + tl.arange(0, HEADS)
     low, high, mask = _rotate(
         key_ptr + token * stride_k_row, stride_k_head, heads, NUM_KV_HEADS, k_weight_ptr, eps,
-        cos, sin, NORM_K, HEAD_DIM, BLOCK,
+        cos, sin, NORM_K, NORM_LAST, HEAD_DIM, BLOCK,
     )  # fmt: skip
     ptrs = key_cache_ptr + block * stride_kc_block + row * stride_kc_token
     ptrs += heads[:, None].to(tl.int64) * stride_kc_head + offs[None, :]
@@ -189,6 +198,7 @@ def rope_write_kv(
     key_norm_weight: torch.Tensor | None = None,  # [D]
     norm_eps: float = 1e-6,
     *,
+    is_norm_after_rope: bool = False,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> torch.Tensor:
@@ -241,6 +251,7 @@ def rope_write_kv(
         TOKENS_PER_BLOCK=key_cache.shape[1],
         NORM_Q=query_norm_weight is not None,
         NORM_K=key_norm_weight is not None,
+        NORM_LAST=is_norm_after_rope,
         HEADS=heads,
         BLOCK=launch.next_power_of_2(head_dim // 2),
         num_warps=2,  # 8 heads of 64 pairs: one 16-byte access per thread and half

@@ -11,6 +11,7 @@ torch knows. Names, shapes and layouts are those of the kernels beside this pack
 
 from inflight_kernels.reference.attention import (
     AttentionPlan,
+    Weighting,
     paged_attention_context,
     paged_attention_generation,
     plan_attention,
@@ -19,6 +20,7 @@ from inflight_kernels.reference.attention import (
 from inflight_kernels.reference.elementwise import (
     add_rms_norm,
     apply_rope,
+    grouped_linear,
     rms_norm,
     rope_angles,
     rotate,
@@ -43,6 +45,7 @@ from inflight_kernels.reference.sampling import (
 __all__ = [
     "COUNT_UNIT",
     "AttentionPlan",
+    "Weighting",
     "add_rms_norm",
     "adjust_logits",
     "apply_rope",
@@ -51,6 +54,7 @@ __all__ = [
     "draw",
     "filtered",
     "greedy",
+    "grouped_linear",
     "is_drawn",
     "log_probs_of_draws",
     "mask_logits",

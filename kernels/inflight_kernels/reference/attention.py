@@ -50,11 +50,17 @@ def paged_attention_generation(
     context_lengths: Tensor,
     scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    *,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token per sequence: query [B, H, D] -> [B, H, D].
 
     ``context_lengths`` [B] int32 counts the cached tokens with the new one, which is in the cache
-    already. With a ``sliding_window`` only that many last tokens are seen.
+    already. With a ``sliding_window`` only that many last tokens are seen, with a ``chunk`` only
+    those of the same chunk of that many positions. `Weighting` says what the others do.
     """
     plan = plan_attention(
         block_tables,
@@ -62,8 +68,9 @@ def paged_attention_generation(
         _to_numpy(context_lengths),
         key_cache.shape[1],
         sliding_window,
+        chunk,
     )
-    return plan.attend(query, key_cache, value_cache, scale)
+    return plan.attend(query, key_cache, value_cache, Weighting(scale, softcap, sinks, slopes))
 
 
 def paged_attention_context(
@@ -75,6 +82,11 @@ def paged_attention_context(
     context_lengths: Tensor,
     scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    *,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a chunk of tokens per sequence: query [T, H, D] -> [T, H, D].
 
@@ -88,8 +100,29 @@ def paged_attention_context(
         _to_numpy(context_lengths),
         key_cache.shape[1],
         sliding_window,
+        chunk,
     )
-    return plan.attend(query, key_cache, value_cache, scale)
+    return plan.attend(query, key_cache, value_cache, Weighting(scale, softcap, sinks, slopes))
+
+
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """From products of query and key to weights: ``softmax(cap(scale * q . k) + bias)``.
+
+    ``softcap``: ``cap(s) = softcap * tanh(s / softcap)`` (Gemma 2). ``sinks`` [H] float32: a score
+    of each head that joins the softmax and is dropped from it (gpt-oss). ``slopes`` [H] float32:
+    the bias is ``slope * (key position - query position)`` (ALiBi).
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if torch's fused attention computes it."""
+        return self.softcap is None and self.sinks is None and self.slopes is None
 
 
 @dataclass(slots=True)
@@ -110,6 +143,7 @@ class _Group:
     key_positions: Tensor  # [size, num_keys]
     is_causal: bool  # fresh prompts: key i is position i, no mask needed
     window: int | None
+    chunk: int | None
     needs_mask: bool
     mask: Tensor | None = None  # for the whole group, reused by all layers
     buffers: tuple[Tensor, Tensor] | None = None  # gathered keys and values, reused by all layers
@@ -126,7 +160,7 @@ class AttentionPlan:
         query: Tensor,
         key_cache: Tensor,
         value_cache: Tensor,
-        scale: float,
+        weighting: Weighting,
         own: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Attention of query [T, H, D], contiguous answer of the same shape.
@@ -135,10 +169,10 @@ class AttentionPlan:
         prompt that is computed as a whole then reads these, and nothing from the caches.
         """
         if len(self.groups) == 1 and isinstance(self.groups[0].token_rows, slice):
-            return _attend_group(self.groups[0], query, key_cache, value_cache, scale, own)
+            return _attend_group(self.groups[0], query, key_cache, value_cache, weighting, own)
         answer = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in self.groups:
-            rows = _attend_group(group, query, key_cache, value_cache, scale, own)
+            rows = _attend_group(group, query, key_cache, value_cache, weighting, own)
             if group.flat_rows is None or group.valid_tokens is None:
                 answer[group.token_rows] = rows
             else:
@@ -152,6 +186,7 @@ def plan_attention(
     context_lengths: IntArray,
     tokens_per_block: int,
     sliding_window: int | None = None,
+    chunk: int | None = None,
 ) -> AttentionPlan:
     """Group sequences whose packed queries follow each other in the order of ``block_tables``.
 
@@ -179,6 +214,7 @@ def plan_attention(
                 context_lengths[rows],
                 tokens_per_block,
                 sliding_window,
+                chunk,
             )
         )
     return AttentionPlan(groups)
@@ -192,6 +228,7 @@ def _plan_group(
     context_lengths: IntArray,
     tokens_per_block: int,
     window: int | None,
+    chunk: int | None,
 ) -> _Group:
     device = block_tables.device
     num_queries = int(query_lengths.max())
@@ -200,6 +237,8 @@ def _plan_group(
     steps = np.minimum(np.arange(num_queries), query_lengths[:, None] - 1)  # [n, q]
     query_positions = first_positions[:, None] + steps
     first_seen = first_positions * 0 if window is None else first_positions - window + 1
+    if chunk is not None:
+        first_seen = np.maximum(first_seen, first_positions // chunk * chunk)
     first_blocks = np.maximum(first_seen, 0) // tokens_per_block
     last_blocks = (context_lengths - 1) // tokens_per_block
     num_blocks = int((last_blocks - first_blocks).max()) + 1
@@ -221,7 +260,7 @@ def _plan_group(
         valid_tokens = torch.from_numpy(tokens[is_valid]).to(device)
     tables = block_tables if len(rows) == len(block_tables) else block_tables[rows.tolist()]
     is_causal = num_queries > 1 and bool((first_positions == 0).all())
-    is_causal = is_causal and (window is None or window >= num_queries)
+    is_causal = is_causal and min(window or num_queries, chunk or num_queries) >= num_queries
     is_exact = num_queries == 1 and context_lengths.min() == key_positions.shape[1]
     return _Group(
         size=len(rows),
@@ -234,7 +273,8 @@ def _plan_group(
         key_positions=torch.from_numpy(key_positions).to(device),
         is_causal=is_causal,
         window=window,
-        needs_mask=not is_causal and not (is_exact and window is None),
+        chunk=chunk,
+        needs_mask=not is_causal and not (is_exact and window is None and chunk is None),
     )
 
 
@@ -243,7 +283,7 @@ def _attend_group(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    scale: float,
+    weighting: Weighting,
     own: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Attention of one group, its padded rows packed: [size * num_queries, H, D]."""
@@ -254,37 +294,67 @@ def _attend_group(
     else:
         found = _gather(group, key_cache, value_cache)
     keys, values = (
-        each.view(group.size, -1, num_kv_heads, head_dim).transpose(1, 2) for each in found
+        each.view(group.size, -1, num_kv_heads, each.shape[-1]).transpose(1, 2) for each in found
     )  # [n, KVH, L, D]
-    queries = query[group.token_rows]
-    if group.num_queries == 1:
-        # The query heads of one KV head stand where query tokens stand: nothing is repeated.
-        queries = queries.reshape(group.size, num_kv_heads, -1, head_dim)
-        rows = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=_mask(group, slice(None), query.dtype), scale=scale
-        )
-        return rows.reshape(group.size, num_heads, head_dim)
-    queries = queries.reshape(group.size, group.num_queries, num_heads, head_dim).transpose(1, 2)
-    is_gqa = num_heads != num_kv_heads
     if group.is_causal:
         keys, values = keys[:, :, : group.num_queries], values[:, :, : group.num_queries]
+    queries = query[group.token_rows]
+    if group.num_queries == 1 and weighting.is_plain:
+        # The query heads of one KV head stand where query tokens stand: nothing is repeated.
+        queries = queries.reshape(group.size, num_kv_heads, -1, head_dim)
+        mask = _mask(group, slice(None), query.dtype) if group.needs_mask else None
         rows = functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, scale=scale, enable_gqa=is_gqa
+            queries, keys, values, attn_mask=mask, scale=weighting.scale
         )
+        return rows.reshape(group.size, num_heads, -1)
+    queries = queries.reshape(group.size, group.num_queries, num_heads, head_dim).transpose(1, 2)
+    attend = _attend_fused if weighting.is_plain else _attend_written_out
+    tiles = [
+        attend(group, tile, queries[:, :, tile], keys, values, weighting)
+        for tile in _query_tiles(group, 1 if weighting.is_plain else num_heads)
+    ]
+    rows = torch.cat(tiles, dim=2) if len(tiles) > 1 else tiles[0]
+    return rows.transpose(1, 2).reshape(-1, num_heads, values.shape[-1])
+
+
+def _attend_fused(
+    group: _Group, tile: slice, queries: Tensor, keys: Tensor, values: Tensor, weighting: Weighting
+) -> Tensor:
+    """queries [n, H, q, D] of a tile -> [n, H, q, D] by torch's fused attention."""
+    return functional.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=_mask(group, tile, queries.dtype) if group.needs_mask else None,
+        is_causal=group.is_causal,
+        scale=weighting.scale,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+
+
+def _attend_written_out(
+    group: _Group, tile: slice, queries: Tensor, keys: Tensor, values: Tensor, weighting: Weighting
+) -> Tensor:
+    """The same with every kind of `Weighting`; scores and weights are float32."""
+    size, num_heads, num_queries, _ = queries.shape
+    num_kv_heads, num_keys = keys.shape[1:3]
+    queries = queries.reshape(size, num_kv_heads, -1, num_queries, queries.shape[-1])
+    scores = (queries @ keys[:, :, None].transpose(-1, -2)).float() * weighting.scale
+    if weighting.softcap is not None:
+        scores = weighting.softcap * torch.tanh(scores / weighting.softcap)
+    if weighting.slopes is not None:
+        distance = group.key_positions[:, None] - group.query_positions[:, tile, None]
+        slopes = weighting.slopes.view(num_kv_heads, -1, 1, 1)
+        scores += slopes * distance[:, None, None, :, :num_keys]
+    if group.needs_mask or group.is_causal:
+        scores += _mask(group, tile, torch.float32)[:, :, None, :, :num_keys]
+    if weighting.sinks is not None:
+        sinks = weighting.sinks.view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
     else:
-        tiles = [
-            functional.scaled_dot_product_attention(
-                queries[:, :, tile],
-                keys,
-                values,
-                attn_mask=_mask(group, tile, query.dtype),
-                scale=scale,
-                enable_gqa=is_gqa,
-            )
-            for tile in _query_tiles(group)
-        ]
-        rows = torch.cat(tiles, dim=2) if len(tiles) > 1 else tiles[0]
-    return rows.transpose(1, 2).reshape(-1, num_heads, head_dim)
+        weights = scores.softmax(dim=-1)
+    answer = weights.to(values.dtype) @ values[:, :, None]
+    return answer.reshape(size, num_heads, num_queries, -1)
 
 
 def _gather(group: _Group, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,26 +368,30 @@ def _gather(group: _Group, key_cache: Tensor, value_cache: Tensor) -> tuple[Tens
     return keys, values
 
 
-def _query_tiles(group: _Group) -> Iterator[slice]:
-    tile = max(1, _MAX_MASK_ELEMENTS // group.key_positions.numel())
-    if tile >= group.num_queries:
+def _query_tiles(group: _Group, num_heads: int) -> Iterator[slice]:
+    """Cuts the queries so that masks, or scores of ``num_heads`` heads, stay small."""
+    tile = max(1, _MAX_MASK_ELEMENTS // (group.key_positions.numel() * num_heads))
+    if tile >= group.num_queries or (group.is_causal and num_heads == 1):
         yield slice(None)
         return
     for start in range(0, group.num_queries, tile):
         yield slice(start, start + tile)
 
 
-def _mask(group: _Group, tile: slice, dtype: torch.dtype) -> Tensor | None:
-    """What is added to scores: 0 where a query may look, else -inf; None where it may anywhere.
+def _mask(group: _Group, tile: slice, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: 0 where a query may look, else -inf.
 
     [size, 1, queries of the tile, num_keys]; that of a whole group is kept for the next layers.
     """
-    if not group.needs_mask or group.mask is not None:
+    if group.mask is not None:
         return group.mask
-    distance = group.query_positions[:, tile, None] - group.key_positions[:, None]
+    positions = group.query_positions[:, tile, None]
+    distance = positions - group.key_positions[:, None]
     is_seen = distance >= 0
     if group.window is not None:
         is_seen &= distance < group.window
+    if group.chunk is not None:
+        is_seen &= group.key_positions[:, None] >= positions // group.chunk * group.chunk
     mask = torch.zeros(is_seen.shape, dtype=dtype, device=is_seen.device)
     mask = mask.masked_fill_(~is_seen, -torch.inf)[:, None]
     if tile == slice(None):

@@ -1,6 +1,8 @@
-"""Norms, activation and rotary embedding on packed tokens."""
+"""Norms, activation, rotary embedding and linears of experts on packed tokens."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,6 +34,22 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` where gate_up [num_tokens, 2 * dim] holds gate, then up; -> [.., dim]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, starts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Rows ``starts[g] .. starts[g + 1]`` of x [T, columns] times weight[g] [rows, columns]:
+    [T, rows].
+
+    weight: [G, rows, columns], starts: [G + 1] int32 from 0 to T, bias: [G, rows]. Groups without
+    rows cost nothing.
+    """
+    out = x.new_empty(len(x), weight.shape[1])
+    bounds = starts.tolist()
+    for group, (start, end) in enumerate(pairwise(bounds)):
+        if start < end:
+            each = None if bias is None else bias[group]
+            out[start:end] = functional.linear(x[start:end], weight[group], each)
+    return out
 
 
 def apply_rope(

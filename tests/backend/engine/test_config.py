@@ -11,22 +11,29 @@ import torch
 from inflight_backend.engine import EngineConfig
 from inflight_backend.engine.config import resolve, resolve_on_device
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.checkpoint_files import JsonReader
+from inflight_backend.models.config import LatentConfig, ModelConfig
+from inflight_backend.models.families.registry import read_family
 from inflight_server.serve.settings import DEMO_MODEL
 
 
 @pytest.fixture
 def model() -> ModelConfig:
     """With 256 positions, heads that the kernels take and widths that FP8 products take."""
-    config = ModelConfig.from_folder(DEMO_MODEL)
-    return replace(
-        config,
-        max_position_embeddings=256,
-        hidden_size=64,
-        intermediate_size=96,
-        head_dim=16,
-        dtype="bfloat16",
-    )
+    return demo_like()
+
+
+def demo_like(**changes: object) -> ModelConfig:
+    """The demo model's with these keys changed."""
+    values: dict[str, object] = {
+        "max_position_embeddings": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "head_dim": 16,
+        "dtype": "bfloat16",
+    }
+    reader = JsonReader.from_file(DEMO_MODEL / "config.json")
+    return read_family(reader.with_values(**{**values, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +73,7 @@ def test_an_fp8_cache_of_keys_with_biases_is_warned_of(
 ) -> None:
     """It has no scale, and such keys are known to come near 448."""
     config = EngineConfig(device="cpu", kv_cache_dtype=cache, attention_backend="triton")
-    resolve(config, replace(model, has_qkv_bias=has_bias))
+    resolve(config, demo_like(attention_bias=has_bias))
     assert ("up to 448" in caplog.text) == (cache == "fp8" and has_bias)
 
 
@@ -123,11 +130,27 @@ FP8_CACHE = {"device": "cuda", "kv_cache_dtype": "fp8"}
     ],
 )
 def test_what_cannot_be_run_is_refused(
-    model: ModelConfig, settings: dict[str, Any], changes: dict[str, int], message: str
+    settings: dict[str, Any], changes: dict[str, int], message: str
 ) -> None:
     config = EngineConfig(**{"device": "cpu", **settings})
     with pytest.raises(ConfigurationError, match=message):
-        resolve_on_device(config, replace(model, **changes), has_triton=True)  # type: ignore[arg-type]
+        resolve_on_device(config, demo_like(**changes), has_triton=True)
+
+
+def test_every_linear_must_fit_fp8(model: ModelConfig) -> None:
+    latent = LatentConfig(kv_rank=16, nope=16, rope=8, value=16)
+    odd = model.with_attention(lambda *_: {"latent": latent})
+    with pytest.raises(ConfigurationError, match=r"layers.0.key_value.weight .* has \[24, 64\]"):
+        resolve_on_device(EngineConfig(device="cuda", quantization="fp8"), odd, has_triton=True)
+
+
+def test_no_deterministic_mode_of_latent_attention(model: ModelConfig) -> None:
+    latent = LatentConfig(kv_rank=16, nope=16, rope=16, value=16)
+    config = EngineConfig(device="cpu", attention_backend="triton", deterministic_mode=True)
+    with pytest.raises(ConfigurationError, match="not supported for latent attention"):
+        resolve_on_device(
+            config, model.with_attention(lambda *_: {"latent": latent}), has_triton=True
+        )
 
 
 def test_triton_must_be_installed_where_it_is_asked_for(model: ModelConfig) -> None:

@@ -232,7 +232,6 @@ def test_a_plan_may_copy_blocks(small_engine: SmallEngine) -> None:
     )
     assert engine.execute(plan) == free.generated[:1]
     assert engine.execute(ScheduledBatch(3, generation_slots=(6,))) == free.generated[1:]
-    assert engine.supports_block_copies
 
 
 @on_both_devices

@@ -12,7 +12,7 @@ from inflight_kernels.ops.copy_blocks import copy_blocks
 
 def test_pool_larger_than_memory() -> None:
     with pytest.raises(ConfigurationError, match="no memory on cpu for 1099511627776 KV blocks"):
-        KvPool(4, 2**40, 64, 8, 128, torch.float32, "cpu")
+        KvPool([(2, 8, 128)] * 4, 2**40, 64, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -21,7 +21,7 @@ def test_copied_blocks_are_read_before_any_is_written(dtype: torch.dtype) -> Non
     numbers = torch.randn(2, 2, 3, 4, 1, 16, generator=torch.Generator().manual_seed(0))
     sources, destinations = torch.tensor([1, 2]).int(), torch.tensor([2, 0]).int()
     for op in (None, copy_blocks):
-        pool = KvPool(2, 3, 4, 1, 16, dtype, "cpu", op)
+        pool = KvPool([(2, 1, 16)] * 2, 3, 4, dtype, "cpu", op)
         for layer in range(2):
             for half, cache in enumerate(pool.layer(layer)):
                 cache.copy_(numbers[layer, half])
@@ -33,7 +33,7 @@ def test_copied_blocks_are_read_before_any_is_written(dtype: torch.dtype) -> Non
 
 
 def test_cleaning_keeps_numbers() -> None:
-    pool = KvPool(2, 3, 4, 1, 2, torch.float32, "cpu")
+    pool = KvPool([(2, 1, 2)] * 2, 3, 4, torch.float32, "cpu")
     keys, values = pool.layer(1)
     keys[0], keys[2], values[2, 1] = torch.nan, 5.0, torch.inf
     pool.clean([2])

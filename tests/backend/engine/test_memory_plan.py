@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.checkpoints import VARIANTS, oracle_tokens
 from support.engine_driver import EngineDriver, Job
+from support.families import write_family
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inflight_backend.engine import Engine, EngineConfig, memory_plan
@@ -29,8 +30,9 @@ from inflight_backend.engine.memory_plan import (
     usual_shapes,
 )
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.decoder import Decoder
+from inflight_backend.models.families.registry import read_family, read_model
 from inflight_backend.models.layers import Fp8Weight, Parameter
 from inflight_backend.models.ops import TORCH_OPS
 from inflight_backend.models.parameters import decoder_parameters
@@ -45,10 +47,18 @@ CONFIG = EngineConfig(device="cpu", tokens_per_block=8, max_tokens_in_paged_kv_c
 def check_sizes(folder: Path, config: EngineConfig) -> MemoryPlan:
     """Parameters, tables and pool of the plan against those of an engine, byte by byte."""
     made, engine = make_plan(folder, config), Engine.load(folder, config)
-    layers = [engine._pool.layer(index) for index in range(engine.model_config.num_layers)]
+    model = engine.model_config
+    layers = [
+        engine._pool.layer(index)
+        for index, layer in enumerate(model.layers)
+        if layer.attention.delta is None
+    ]
+    states = [each for index in model.deltas for each in engine._states.layer(index)]
+    assert sum(each.nbytes for each in states) == memory_plan.state_bytes(engine.config, model)
     assert engine.num_blocks == made.num_blocks
-    assert sum(each.nbytes for pair in layers for each in pair) == made.pool_bytes
-    assert engine._cos_sin.nbytes == made.table_bytes
+    tensors_of_pool = {each.data_ptr(): each.nbytes for pair in layers for each in pair}
+    assert sum(tensors_of_pool.values()) == made.pool_bytes
+    assert sum(each.nbytes for each in engine._tables.values()) == made.table_bytes
     tensors: list[torch.Tensor] = []
     for parameter in load_parameters(folder, engine.config).values():
         tensors += parameter.rows if isinstance(parameter, Fp8Weight) else [parameter]
@@ -59,7 +69,7 @@ def check_sizes(folder: Path, config: EngineConfig) -> MemoryPlan:
 def load_parameters(folder: Path, config: EngineConfig) -> dict[str, Parameter]:
     """What an engine of the resolved ``config`` takes over."""
     specs, is_fp8 = (
-        decoder_parameters(ModelConfig.from_folder(folder)),
+        decoder_parameters(read_model(folder)),
         config.quantization == "fp8",
     )
     with Checkpoint(folder) as opened:
@@ -74,6 +84,15 @@ def test_the_plan_is_what_the_engine_takes(checkpoint: Folder, variant: str) -> 
     assert made.num_blocks == 125
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert made.file_bytes < files < made.file_bytes + 100_000  # the headers
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("family", ["gemma4-e2b", "qwen3_next", "deepseek_v3", "gpt_oss", "olmo3"])
+def test_the_plan_of_layers_that_differ(tmp_path: Path, family: str) -> None:
+    """Heads of two sizes, caches of other layers, latents that are keys and values, two ropes,
+    float32 beside float16."""
+    write_family(tmp_path, family)
+    check_sizes(tmp_path, replace(CONFIG, dtype="float16", max_seq_len=128))
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
@@ -105,16 +124,15 @@ def test_what_slots_take_is_in_the_plan() -> None:
 def test_the_largest_step_is_in_the_plan(hidden: int, intermediate: int) -> None:
     """The most that lives at once in `Decoder.forward`, on a device without memory; ops give what
     those of a GPU do, without what plain torch makes between."""
-    model = replace(
-        ModelConfig.from_folder(DEMO_MODEL),
+    reader = JsonReader.from_file(DEMO_MODEL / "config.json").with_values(
         hidden_size=hidden,
         intermediate_size=intermediate,
-        num_heads=hidden // 128,
-        num_kv_heads=1,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=1,
         head_dim=128,
-        num_layers=2,
-        sliding_windows=(None, None),
+        num_hidden_layers=2,
     )
+    model = read_family(reader)
     ops = replace(
         TORCH_OPS,
         rms_norm=lambda x, *_: torch.empty_like(x),
@@ -129,13 +147,13 @@ def test_the_largest_step_is_in_the_plan(hidden: int, intermediate: int) -> None
             for spec in decoder_parameters(model)
         }
         decoder = Decoder(model, parameters, ops)
-        shape = (num_tokens, model.num_heads, model.head_dim)
+        shape = (num_tokens, hidden // 128, 128)
         attention = SimpleNamespace(attend=lambda *_: torch.empty(shape))
         tokens, rows = torch.empty(num_tokens, dtype=torch.int64), torch.empty(256).long()
         torch.set_default_dtype(torch.bfloat16)
         try:
             with _LiveBytes() as live:
-                decoder.forward(tokens, attention, rows)
+                decoder.forward(tokens, tokens, attention, rows)
         finally:
             torch.set_default_dtype(torch.float32)
     planned = memory_plan._step_bytes(model, num_tokens, 0, 2)
@@ -192,7 +210,7 @@ def make_engine(
     capture: Capture | None = None,
 ) -> Engine:
     """As on a GPU with little room: what is free is what ``memory`` says."""
-    model = ModelConfig.from_folder(folder)
+    model = read_model(folder)
     config = resolve(config, model)
     return Engine(config, model, load_parameters(folder, config), capture, memory)
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from inflight_backend.errors import CheckpointError
+from inflight_backend.models.blocks.rope import make_cos_sin
 from inflight_backend.models.checkpoint_files import JsonReader
-from inflight_backend.models.config import ModelConfig, RopeConfig
-from inflight_backend.models.decoder import make_cos_sin
+from inflight_backend.models.config import AttentionConfig, ModelConfig, RopeConfig
 from inflight_backend.models.families.registry import (
     FAMILIES,
-    DecoderOptions,
+    read_family,
+    read_model,
+    read_plain,
     register_family,
 )
 
@@ -41,9 +43,19 @@ LLAMA3 = {
 def read(values: dict[str, Any], **changes: Any) -> ModelConfig:
     """The configuration with some keys changed; ``...`` removes a key."""
     merged = {**values, **changes}
-    return ModelConfig.from_reader(
-        JsonReader({k: v for k, v in merged.items() if v is not ...}, "config.json")
-    )
+    return read_family(JsonReader({k: v for k, v in merged.items() if v is not ...}, "config.json"))
+
+
+def attention(config: ModelConfig) -> AttentionConfig:
+    """Of the first layer."""
+    return config.layers[0].attention
+
+
+def rope(values: dict[str, Any], **changes: Any) -> RopeConfig:
+    """Of the first layer of a configuration."""
+    found = attention(read(values, **changes)).rope
+    assert found is not None
+    return found
 
 
 def refusal(values: dict[str, Any], **changes: Any) -> str:
@@ -55,11 +67,13 @@ def refusal(values: dict[str, Any], **changes: Any) -> str:
 
 def test_llama_1_writes_little() -> None:
     config = read(LLAMA)
-    assert (config.num_kv_heads, config.head_dim) == (32, 128)
-    assert config.rope == RopeConfig(10_000.0)
+    first = attention(config)
+    assert (first.num_kv_heads, first.head_dim) == (32, 128)
+    assert first.rope == RopeConfig(128, 10_000.0)
     assert not config.is_tied
-    assert not config.has_qkv_bias
-    assert config.sliding_windows == (None,) * 4
+    assert not first.has_qkv_bias
+    assert first.window is None
+    assert config.num_layers == 4
     assert config.dtype == "float32"
 
 
@@ -68,16 +82,16 @@ def test_old_and_new_names() -> None:
     new = read(LLAMA, dtype="bfloat16", rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
     assert old == new
     assert old.dtype == "bfloat16"
-    assert old.rope.theta == 5e5
+    assert rope(LLAMA, rope_theta=5e5).theta == 5e5
 
 
 def test_rope_of_llama_3() -> None:
-    expected = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
-    old = read(LLAMA, rope_theta=5e5, rope_scaling={"rope_type": "llama3", **LLAMA3})
-    new = read(LLAMA, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3})
-    assert old.rope == new.rope == expected
-    linear = read(LLAMA, rope_scaling={"type": "linear", "factor": 2})
-    assert linear.rope == RopeConfig(10_000.0, "linear", 2.0)
+    expected = RopeConfig(128, 5e5, False, "llama3", 8.0, 1.0, 4.0, 8192)
+    old = rope(LLAMA, rope_theta=5e5, rope_scaling={"rope_type": "llama3", **LLAMA3})
+    new = rope(LLAMA, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3})
+    assert old == new == expected
+    linear = rope(LLAMA, rope_scaling={"type": "linear", "factor": 2})
+    assert linear == RopeConfig(128, 10_000.0, False, "linear", 2.0)
 
 
 def test_rope_is_said_once() -> None:
@@ -86,27 +100,31 @@ def test_rope_is_said_once() -> None:
     old = {"rope_type": "llama3", **LLAMA3}
     text = "config.json: rope_scaling is given beside rope_parameters and differs"
     assert text in refusal(LLAMA, rope_parameters=new, rope_scaling=old)
-    assert read(LLAMA, rope_parameters=new, rope_scaling=new).rope == RopeConfig(5e5)
+    assert rope(LLAMA, rope_parameters=new, rope_scaling=new) == RopeConfig(128, 5e5)
     for nothing in ({}, None, {"type": None}):
-        assert read(LLAMA, rope_parameters=new, rope_scaling=nothing).rope == RopeConfig(5e5)
-        assert read(LLAMA, rope_parameters=nothing, rope_scaling=old).rope.kind == "llama3"
+        assert rope(LLAMA, rope_parameters=new, rope_scaling=nothing) == RopeConfig(128, 5e5)
+        assert rope(LLAMA, rope_parameters=nothing, rope_scaling=old).kind == "llama3"
 
 
 def test_positions_that_the_rope_was_trained_for() -> None:
     """Phi-3 as a Llama has the key outside, and a plain rope."""
     key = "original_max_position_embeddings"
-    assert read(LLAMA, **{key: 1024}).rope == RopeConfig(10_000.0)
+    assert rope(LLAMA, **{key: 1024}) == RopeConfig(128, 10_000.0)
     scaling = {"rope_type": "llama3", **LLAMA3}
-    assert read(LLAMA, rope_scaling=scaling, **{key: 8192}).rope.original_max_positions == 8192
+    assert rope(LLAMA, rope_scaling=scaling, **{key: 8192}).original_max_positions == 8192
     text = refusal(LLAMA, rope_scaling=scaling, **{key: 1024})
     assert text == f"config.json: {key} (1024) is not that of the rope (8192)"
     del scaling[key]
-    assert read(LLAMA, rope_scaling=scaling, **{key: 1024}).rope.original_max_positions == 1024
-    assert read(LLAMA, rope_scaling=scaling).rope.original_max_positions == 4096
+    assert rope(LLAMA, rope_scaling=scaling, **{key: 1024}).original_max_positions == 1024
+    assert rope(LLAMA, rope_scaling=scaling).original_max_positions == 4096
 
 
 @pytest.mark.parametrize(
-    "config", [RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 128), RopeConfig(1e4, "linear", 3.0)]
+    "config",
+    [
+        RopeConfig(64, 5e5, False, "llama3", 8.0, 1.0, 4.0, 128),
+        RopeConfig(64, 1e4, False, "linear", 3.0),
+    ],
 )
 def test_rope_angles_equal_transformers(config: RopeConfig) -> None:
     from transformers import LlamaConfig
@@ -149,9 +167,9 @@ def test_sliding_windows(
     values: dict[str, Any], changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     config = read(values, **changes)
-    assert config.sliding_windows == windows
-    assert config.has_qkv_bias == (values is QWEN)
-    assert not config.has_output_bias
+    assert tuple(layer.attention.window for layer in config.layers) == windows
+    assert attention(config).has_qkv_bias == (values is QWEN)
+    assert not attention(config).has_output_bias
 
 
 @pytest.mark.parametrize("key", [*QWEN])
@@ -162,33 +180,37 @@ def test_missing_key(key: str) -> None:
 def test_qwen3_needs_its_head_dim() -> None:
     values = {**QWEN, "architectures": ["Qwen3ForCausalLM"]}
     assert refusal(values) == "config.json: head_dim is missing"
-    assert read(values, head_dim=64).has_qk_norm
+    assert attention(read(values, head_dim=64)).qk_norm == "head"
 
 
 def test_unknown_architecture() -> None:
-    text = refusal(LLAMA, architectures=["GPT2LMHeadModel", "LlamaForCausalLM"])
-    assert "'GPT2LMHeadModel' is not supported" in text
-    for supported in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2For", "Qwen3ForCausalLM"):
-        assert supported in text
+    """What is nearest to it, and what that one would make of the file."""
+    text = refusal(LLAMA, architectures=["Qwen9ForCausalLM", "LlamaForCausalLM"], num_leaves=3)
+    assert text.startswith("config.json: architectures 'Qwen9ForCausalLM' is not supported; ")
+    assert "the nearest is Qwen" in text
+    assert text.endswith("and it says: config.json: head_dim is missing")
+    text = refusal(LLAMA, architectures=["Lama7ForCausalLM"], num_leaves=3, use_cache=True)
+    assert text.endswith("the nearest is LlamaForCausalLM, and it has no use for num_leaves")
+    assert "LlamaForCausalLM" in refusal(LLAMA, architectures=[])
 
 
 def test_model_type_is_that_of_the_architecture() -> None:
     """transformers goes by it: a Mistral's layers slide, a Llama's do not."""
     assert read(LLAMA, model_type="llama") == read(LLAMA)
     text = refusal(LLAMA, model_type="mistral")
-    assert text.endswith("model_type 'mistral' is not that of LlamaForCausalLM, which is 'llama'")
+    assert "model_type 'mistral' is not that of LlamaForCausalLM, which is 'llama' or" in text
 
 
 def test_a_family_of_ones_own_reads_its_options() -> None:
     """Without it the error lists the families that are known."""
 
     @register_family("OwnForCausalLM", "own")
-    def read_options(reader: JsonReader) -> DecoderOptions:
-        return DecoderOptions(has_qkv_bias=reader.boolean("qkv", default=False))
+    def read_own(reader: JsonReader) -> ModelConfig:
+        return read_plain(reader, bias=reader.boolean("biases", default=False))
 
     own = {**QWEN, "architectures": ["OwnForCausalLM"], "model_type": "own"}
     try:
-        assert read(own, qkv=True).has_qkv_bias
+        assert attention(read(own, biases=True)).has_qkv_bias
     finally:
         del FAMILIES["OwnForCausalLM"]
     assert "'OwnForCausalLM' is not supported" in refusal(own)
@@ -211,7 +233,7 @@ def test_a_family_of_ones_own_reads_its_options() -> None:
         ({"num_key_value_heads": 5}, "num_key_value_heads (5) must divide"),
         ({"num_attention_heads": 33}, "hidden_size must be a multiple"),
         ({"head_dim": 7}, "head_dim must be even"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
         ({"quantization": {"bits": 4}}, "quantization is not supported"),
         ({"compression_config": {"format": "dense"}}, "compression_config is not supported"),
@@ -221,8 +243,8 @@ def test_a_family_of_ones_own_reads_its_options() -> None:
         ({"transformers_weights": "a.safetensors"}, "transformers_weights is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not supported"),
         ({"rope_theta": -1.0}, "rope_theta must be finite and above 0"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type 'yarn' is not supp"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "magic", "factor": 4}}, "rope_type 'magic' is not supp"),
+        ({"rope_scaling": {"type": "yarn", "factr": 4}}, "factr is not supported with rope_type"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor is missing"),
         ({"rope_scaling": [1]}, "rope_scaling must be an object"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -271,10 +293,10 @@ def test_files_that_are_refused(tmp_path: Path, content: str | bytes, complaint:
     data = content if isinstance(content, bytes) else content.encode()
     (tmp_path / "config.json").write_bytes(data)
     with pytest.raises(CheckpointError, match=complaint):
-        ModelConfig.from_folder(tmp_path)
+        read_model(tmp_path)
 
 
 @pytest.mark.case(103)
 def test_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        ModelConfig.from_folder(tmp_path)
+        read_model(tmp_path)

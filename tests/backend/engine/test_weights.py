@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.memory_plan import make_plan
 from inflight_backend.errors import CheckpointError
-from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.families.registry import read_model
 from inflight_backend.models.layers import Fp8Weight, Parameter, quantize
 from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.weights import Checkpoint
@@ -271,7 +271,7 @@ def wide(checkpoint: Folder) -> Path:
 
 @torch.inference_mode()
 def load(folder: Path, *, is_fp8: bool) -> dict[str, Parameter]:
-    specs = decoder_parameters(ModelConfig.from_folder(folder))
+    specs = decoder_parameters(read_model(folder))
     with Checkpoint(folder) as opened:
         return opened.load(specs, torch.bfloat16, "cpu", is_fp8=is_fp8)
 
@@ -307,7 +307,7 @@ def test_rows_are_those_of_the_whole_weight(wide: Path) -> None:
     assert plain.keys() == quantised.keys()
     linears = [name for name, value in quantised.items() if isinstance(value, Fp8Weight)]
     assert {name.rpartition(".")[2] for name in linears} == {"weight"}
-    assert len(linears) == 4 * ModelConfig.from_folder(wide).num_layers
+    assert len(linears) == 4 * read_model(wide).num_layers
     for name, value in quantised.items():
         weight = plain[name]
         assert isinstance(weight, Tensor)

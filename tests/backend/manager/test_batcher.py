@@ -143,6 +143,18 @@ def test_block_reuse_computes_a_shared_prompt_once() -> None:
     assert sum(len(batch.block_copies) for batch in engine.batches) == 1, "of the last one"
 
 
+def test_nothing_is_reused_where_the_engine_keeps_states_beside_blocks() -> None:
+    engine = CountingEngine(tokens_per_block=4)
+    engine.supports_block_reuse = False
+    recorder = Recorder([request(1, range(20), 3)])
+    with running(recorder, engine):
+        recorder.wait_for_finals(1)
+        recorder.pending.append(request(2, range(20), 3))
+        recorder.wait_for_finals(2)
+    chunks = [chunk for batch in engine.batches for chunk in batch.context_chunks]
+    assert [(chunk.start, len(chunk.tokens)) for chunk in chunks] == [(0, 20), (0, 20)]
+
+
 @pytest.mark.parametrize(
     ("policy", "scheduler_class", "is_refused"),
     [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.beam_cases import CASES, PROMPT, Case, search
 from support.checkpoints import VOCAB_SIZE, write_checkpoint
+from support.families import write_family
 from support.manager_harness import (
     BOTH_LOOPS,
     GUARANTEED,
@@ -166,6 +167,16 @@ def test_beams_are_the_same_with_kernels_and_overlapped_loop(tmp_path: Path) -> 
     for request_id, case in enumerate(cases):
         found = beams_of(recorder.named_tensors[request_id][-1])
         assert found == search(folder, case, None)[0]
+
+
+def test_states_of_a_recurrence_follow_their_beams(tmp_path: Path) -> None:
+    """And of two equal prompts the second finds no state in the blocks of the first."""
+    write_family(tmp_path, "qwen3_next")
+    case = Case(3, 7, 9, has_end=False)
+    recorder = run(tmp_path, [make_request(i, case, None) for i in range(2)])
+    expected = search(tmp_path, case, None)[0]
+    for request_id in range(2):
+        assert beams_of(recorder.named_tensors[request_id][-1]) == expected
 
 
 def test_an_end_id_counts_in_the_sum_of_its_beam(

@@ -81,8 +81,8 @@ def test_a_folder_that_is_no_checkpoint_says_what_is_wrong(
 
 def test_a_model_that_is_not_supported(checkpoint: Path) -> None:
     config = (checkpoint / "config.json").read_text()
-    (checkpoint / "config.json").write_text(config.replace("LlamaForCausalLM", "GPT2LMHeadModel"))
-    with pytest.raises(CheckpointError, match=r"GPT2LMHeadModel.* supported: LlamaForCausalLM"):
+    (checkpoint / "config.json").write_text(config.replace("LlamaForCausalLM", "MambaForCausalLM"))
+    with pytest.raises(CheckpointError, match=r"MambaForCausalLM.*; the nearest is"):
         check_checkpoint(checkpoint)
 
 

@@ -1,0 +1,52 @@
+"""Activation functions by the names that ``config.json`` has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Activate = Callable[[Tensor], Tensor]
+
+_gelu_tanh = partial(functional.gelu, approximate="tanh")
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
+    """That of gpt-oss, for gate and up of one shape."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def _xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    """Of Apertus (arXiv 2411.13010), with four learned numbers."""
+    alpha_p, alpha_n, beta, eps = numbers.to(x.dtype).unbind()
+    alpha_p, alpha_n = functional.softplus(alpha_p), beta + functional.softplus(alpha_n)
+    negative = (torch.expm1(torch.minimum(x, eps)) - x) * alpha_n + beta * x
+    return torch.where(x > 0, alpha_p * x * x + beta * x, negative)
+
+
+def make_activation(name: str, numbers: Tensor | None) -> Activate:
+    """The function of that name, with the ``numbers`` that a layer has learned for it."""
+    if numbers is not None:
+        return partial(_xielu, numbers=numbers)
+    return ACTIVATIONS[name]
+
+
+ACTIVATIONS: dict[str, Activate] = {
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_tanh": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": functional.relu,
+    "relu2": _squared_relu,
+}

@@ -1,0 +1,82 @@
+"""Keys of config.json as files on the Hub have them, beside those that transformers 5 writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.families import write_family
+
+from inflight_backend.models.checkpoint_files import JsonReader
+from inflight_backend.models.families.registry import read_family
+
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "llama-llama3": {
+        "rope_parameters": None,
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "llama-yarn": {
+        "rope_parameters": None,
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
+    "qwen3_moe": {"num_local_experts": None, "num_experts": 8},
+    "gemma2": {"layer_types": None, "rope_parameters": None, "rope_theta": 1e4},
+    "gemma3": {
+        "layer_types": None,
+        "sliding_window_pattern": 6,
+        "rope_parameters": None,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    "gemma4": {
+        "per_layer_config": None,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": None,
+    },
+    "gemma4-moe": {
+        "per_layer_config": None,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+    },
+    "cohere2": {
+        "layer_types": None,
+        "sliding_window_pattern": 4,
+        "rope_parameters": None,
+        "rope_theta": 1e4,
+    },
+    "gpt_neox": {"rope_parameters": None, "rotary_pct": 0.25, "rotary_emb_base": 10_000},
+    "exaone4": {"layer_types": None, "sliding_window_pattern": "LLLG"},
+    "smollm3": {"rope_parameters": None, "rope_theta": 2e6, "layer_types": None},
+    "phi3-longrope": {
+        "rope_parameters": None,
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "type": "su",
+            "short_factor": [1.0 + 0.05 * i for i in range(8)],
+            "long_factor": [1.5 + 0.2 * i for i in range(8)],
+        },
+    },
+    "falcon-7b": {"num_kv_heads": None, "n_head_kv": 1, "multi_query": True},
+    "llama": {"dtype": None, "torch_dtype": "float32"},
+}
+"""Variant -> the keys that an old file has instead; None: not."""
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_old_and_new_files_are_one_model(tmp_path: Path, name: str) -> None:
+    write_family(tmp_path, name)
+    new = json.loads((tmp_path / "config.json").read_text())
+    old = {key: value for key, value in {**new, **SPELLINGS[name]}.items() if value is not None}
+    old = {key: value for key, value in old.items() if key != "transformers_version"}
+    found = [read_family(JsonReader(values, "config.json")) for values in (old, new)]
+    assert found[0] == found[1]
