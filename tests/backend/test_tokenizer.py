@@ -120,7 +120,7 @@ def test_a_first_token_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         TextCodec(tmp_path)
     assert str(caught.value) == (
-        "tokenizer_config.json: add_bos_token is true, and tokenizer.json has no '<s>', "
+        "tokenizer_config.json: add_bos_token is true, and the tokenizer has no '<s>', "
         "the bos_token"
     )
 

@@ -11,9 +11,13 @@ from tokenizers import Tokenizer, processors
 
 from inflight_backend.errors import CheckpointError, InvalidRequest
 from inflight_backend.models.checkpoint_files import find_file, is_lfs_pointer
+from inflight_backend.text.tokenizer_files import (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    read_json,
+    special_token,
+)
 
-_NAME = "tokenizer.json"
-_CONFIG = "tokenizer_config.json"
 _OBEYING_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer")  # and with Fast behind it
 
 
@@ -27,46 +31,23 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str | None]:
 
     `CheckpointError` if there is none, or none that can be read.
     """
-    path = find_file(folder, _NAME)
+    path = find_file(folder, TOKENIZER)
     if path is None:
-        raise CheckpointError(f"{_NAME} is missing in the folder '{folder.name}'")
+        raise CheckpointError(f"{TOKENIZER} is missing in the folder '{folder.name}'")
     if is_lfs_pointer(path):
-        raise CheckpointError(f"{_NAME}: a pointer of Git LFS, not the file; run git lfs pull")
+        raise CheckpointError(f"{TOKENIZER}: a pointer of Git LFS, not the file; run git lfs pull")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for a bad file
-        raise CheckpointError(f"{_NAME} cannot be read: {error}") from None
+        raise CheckpointError(f"{TOKENIZER} cannot be read: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, tokenizer.to_str() if _set_ends(tokenizer, folder) else None
 
 
-def read_json(folder: Path, name: str) -> dict[str, object]:
-    """The JSON object of a file; empty if there is none."""
-    path = find_file(folder, name)
-    if path is None:
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name} cannot be read: {error}") from None
-    return content if isinstance(content, dict) else {}
-
-
-def special_token(folder: Path, kind: str) -> str | None:
-    """The text of ``eos_token`` (``kind`` eos), ``bos_token`` or ``pad_token``, if it is told."""
-    for name in (_CONFIG, "special_tokens_map.json"):
-        token = read_json(folder, name).get(f"{kind}_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            return token
-    return None
-
-
 def _set_ends(tokenizer: Tokenizer, folder: Path) -> bool:
     """Let texts begin and end as tokenizer_config.json says; True if the file says otherwise."""
-    config = read_json(folder, _CONFIG)
+    config = read_json(folder, TOKENIZER_CONFIG)
     is_llama = str(config.get("tokenizer_class")).startswith(_OBEYING_CLASSES)
     if not (is_llama and ("add_bos_token" in config or "add_eos_token" in config)):
         return False
@@ -98,7 +79,8 @@ def _added_token(
     number = tokenizer.token_to_id(text)
     if number is None:
         raise CheckpointError(
-            f"{_CONFIG}: add_{kind}_token is true, and {_NAME} has no {text!r}, the {kind}_token"
+            f"{TOKENIZER_CONFIG}: add_{kind}_token is true, and the tokenizer has no {text!r}, "
+            f"the {kind}_token"
         )
     return text, int(number)
 

@@ -38,6 +38,7 @@ from inflight_backend.manager.parameters import (
 from inflight_backend.process_guard import exit_with_parent
 from inflight_backend.requests.validation import longest_text
 from inflight_backend.status import StatusWriter, stop_file_of
+from inflight_backend.text.generation_config import read_default_sampling
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.feeds import StatisticsFeeds
@@ -344,6 +345,11 @@ class TritonPythonModel:
             Path(parameters.tokenizer_dir or checkpoint),
             self._manager.limits,
             codec,
+            default_sampling=read_default_sampling(
+                checkpoint,
+                reads_checkpoint=parameters.generation_config == "auto",
+                overrides=parameters.default_sampling,
+            ),
             takes_stop_tokens="stop_token_ids" in inputs,
         )
         is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.checkpoint_files import find_file, weight_files
 from inflight_backend.models.config import ModelConfig
+from inflight_backend.text.generation_config import read_default_sampling
 from inflight_backend.triton.model import check_numpy
 from inflight_server.serve.settings import PATH_KEYS, ServeSettings
 from inflight_server.serve.tritonserver import TritonInstall
@@ -28,6 +29,11 @@ def check_settings(settings: ServeSettings) -> None:
     """`ConfigurationError` unless checkpoint, tokenizer folder, host and ports can be served."""
     check_paths(settings)
     check_checkpoint(settings.model)
+    read_default_sampling(
+        settings.model,
+        reads_checkpoint=settings.llm_parameters.generation_config == "auto",
+        overrides=settings.llm_parameters.default_sampling,
+    )
     if "tokenizer_dir" in settings.parameters and not has_tokenizer(settings):
         raise ConfigurationError(f"tokenizer_dir {settings.tokenizer_dir} has no tokenizer.json")
     check_ports(settings.host, settings.ports)
