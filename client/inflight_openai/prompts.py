@@ -211,7 +211,7 @@ def make_prompt_reader(
     files = description["files"]
     if "tokenizer.json" not in files:
         raise InvalidArgument(
-            "the server's model has no tokenizer.json: it serves token ids only, not text."
+            "the server's model has no tokenizer: it serves token ids only, not text."
         )
     try:
         tokenizer = Tokenizer.from_str(files["tokenizer.json"])

@@ -120,6 +120,13 @@ class JsonReader:
             self.fail(key, f"must be an object, not {_show(value)}")
         return JsonReader(value, f"{self._where}: {key}")
 
+    def sections(self, key: str) -> list[JsonReader]:
+        """A list of nested objects; an absent one is empty."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            self.fail(key, f"must be a list of objects, not {_show(value)}")
+        return [JsonReader(item, f"{self._where}: {key}") for item in value]
+
     def _get(self, key: str, default: Any) -> Any:
         value = self._values.get(key)
         if value is not None:

@@ -9,7 +9,20 @@ from inflight_backend.errors import CheckpointError
 from inflight_backend.models.checkpoint_files import find_file
 
 TOKENIZER = "tokenizer.json"
+TEKKEN = "tekken.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+_NAMES = (TOKENIZER, TEKKEN, "tokenizer.model", "spiece.model", "tiktoken.model")
+
+
+def find_tokenizer(folder: Path) -> Path | None:
+    """The file of the tokenizer in ``folder``: tokenizer.json, else another that `conversion` can
+    read; None if there is none. Errors as of `find_file`."""
+    return next((path for name in _NAMES if (path := find_file(folder, name)) is not None), None)
+
+
+def no_tokenizer(folder: Path) -> CheckpointError:
+    """The error where ``folder`` must have one."""
+    return CheckpointError(f"the folder '{folder.name}' has no tokenizer ({', '.join(_NAMES)})")
 
 
 def read_json(folder: Path, name: str) -> dict[str, object]:

@@ -188,19 +188,9 @@ up to {fields["max_seq_len"]} tokens per request
 Ctrl-C stops the server."""
 
 
-def _without_tokenizer(settings: ServeSettings) -> str:
-    if not (settings.tokenizer_dir / "tokenizer.model").is_file():
-        return "send token ids (input_ids) to tensorrt_llm"
-    # One from before tokenizer.json.
-    return (
-        "send token ids (input_ids) to tensorrt_llm,\nor convert its tokenizer.model: "
-        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-    )
-
-
 def _next_steps(settings: ServeSettings, http: str) -> str:
     if not has_tokenizer(settings):
-        return f"The model has no tokenizer.json: {_without_tokenizer(settings)}.\n"
+        return "The model has no tokenizer: send token ids (input_ids) to tensorrt_llm.\n"
     prompt = "1 2 3 4" if settings.is_demo else "Hello"
     is_default = (settings.local_host, settings.grpc_port) == (_DEFAULT.host, _DEFAULT.grpc_port)
     url = "" if is_default else f" --url {settings.local_host}:{settings.grpc_port}"

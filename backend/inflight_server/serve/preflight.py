@@ -13,9 +13,10 @@ from ipaddress import IPv6Address
 from pathlib import Path
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.checkpoint_files import find_file, weight_files
+from inflight_backend.models.checkpoint_files import weight_files
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.text.generation_config import read_default_sampling
+from inflight_backend.text.tokenizer_files import find_tokenizer, no_tokenizer
 from inflight_backend.triton.model import check_numpy
 from inflight_server.serve.settings import PATH_KEYS, ServeSettings
 from inflight_server.serve.tritonserver import TritonInstall
@@ -35,7 +36,7 @@ def check_settings(settings: ServeSettings) -> None:
         overrides=settings.llm_parameters.default_sampling,
     )
     if "tokenizer_dir" in settings.parameters and not has_tokenizer(settings):
-        raise ConfigurationError(f"tokenizer_dir {settings.tokenizer_dir} has no tokenizer.json")
+        raise ConfigurationError(f"tokenizer_dir: {no_tokenizer(settings.tokenizer_dir)}")
     check_ports(settings.host, settings.ports)
 
 
@@ -75,7 +76,7 @@ def check_checkpoint(model: Path) -> None:
 
 def has_tokenizer(settings: ServeSettings) -> bool:
     """True when text can be served; without a tokenizer only token ids can."""
-    return find_file(settings.tokenizer_dir, "tokenizer.json") is not None
+    return find_tokenizer(settings.tokenizer_dir) is not None
 
 
 def address_of(host: str) -> str:
