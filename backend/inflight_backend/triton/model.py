@@ -35,6 +35,7 @@ from inflight_backend.manager.parameters import (
     read_raw,
     set_or_empty,
 )
+from inflight_backend.models.checkpoint_files import checkpoint_name
 from inflight_backend.process_guard import exit_with_parent
 from inflight_backend.requests.validation import longest_text
 from inflight_backend.status import StatusWriter, stop_file_of
@@ -341,7 +342,7 @@ class TritonPythonModel:
             codec.check_fits(self._manager.limits.vocab_size)
         inputs = {each["name"] for each in config.get("input", ())}  # a config may be older than us
         model_info = ModelInfo(
-            checkpoint.name,
+            checkpoint_name(checkpoint),
             Path(parameters.tokenizer_dir or checkpoint),
             self._manager.limits,
             codec,
@@ -388,7 +389,7 @@ class TritonPythonModel:
         )
         engine = self._manager.engine
         self._ready_fields = {
-            "model": checkpoint.name,
+            "model": checkpoint_name(checkpoint),
             "policy": policy_name(self._manager.policy),
             "max_batch_size": parameters.max_batch_size,
             "max_seq_len": longest_text(self._manager.limits),

@@ -18,6 +18,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from inflight_backend.models.checkpoint_files import checkpoint_name
 from inflight_backend.status import ModelStatus
 from inflight_protocol import ENSEMBLE_MODEL_NAME
 from inflight_server.serve.preflight import has_tokenizer
@@ -131,7 +132,7 @@ class LoadingDisplay:
     def __init__(self, settings: ServeSettings) -> None:
         stream = cast(TextIO, ForgivingStream(sys.stderr)) if sys.stderr is not None else None
         console = Console(file=stream, stderr=True)
-        self._name = settings.model.name
+        self._name = checkpoint_name(settings.model)
         self._is_live = console.is_terminal and not settings.is_verbose
         self._progress = Progress(
             TextColumn("{task.description}"),

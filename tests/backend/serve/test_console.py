@@ -119,7 +119,7 @@ def test_a_mistake_that_nobody_hears_of_ends_alike(
 ) -> None:
     with nobody_hears:
         with pytest.raises(typer.Exit) as ended:
-            serve(model=Path("nowhere"))
+            serve(model="nowhere")
         sys.stderr.flush()  # as Python does at its end: nothing may be left
     assert ended.value.exit_code == 1
 

@@ -60,6 +60,16 @@ def test_a_name_on_the_hub_its_cache_or_a_file_instead_of_a_folder(
         ("config.json", Path("../../blobs/abc"), r"^config\.json: no such file behind this link"),
         ("model.safetensors", "pytorch_model.bin", r"^pytorch_model\.bin: .*convert it"),
         ("model.safetensors", "model-Q4.gguf", r"^model-Q4\.gguf: GGUF is not read"),
+        (
+            "model.safetensors",
+            ".cache/huggingface/download/x.incomplete",
+            r"its download was not finished; the same again continues \(hf download",
+        ),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}}',
+            r"^model-1\.safetensors: no such file, .* half downloaded or copied",
+        ),
     ],
 )
 def test_a_folder_that_is_no_checkpoint_says_what_is_wrong(
@@ -68,9 +78,10 @@ def test_a_folder_that_is_no_checkpoint_says_what_is_wrong(
     """``changed``: the file's content, name or link instead; None without it."""
     path = checkpoint / file
     if isinstance(changed, str):
+        (checkpoint / changed).parent.mkdir(parents=True, exist_ok=True)
         path.rename(checkpoint / changed)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
     if isinstance(changed, bytes):
         path.write_bytes(changed)
     elif isinstance(changed, Path):
