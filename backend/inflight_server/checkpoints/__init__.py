@@ -6,12 +6,13 @@ from pathlib import Path
 
 from inflight_backend.errors import ConfigurationError
 from inflight_server.checkpoints.hub import HubName
+from inflight_server.checkpoints.smollm2 import NAME, find_smollm2
 from inflight_server.serve.settings import DEMO_MODEL
 
 
 def find_checkpoint(given: str | None) -> Path:
     """The folder of ``given``: a folder, a name on the Hub (``ORG/NAME``, ``ORG/NAME@REVISION``),
-    or None for the demo model.
+    ``smollm2-135m``, or None for the demo model.
 
     What is there as a file or folder is never taken for a name. `ConfigurationError` and
     `CheckpointError` say why a name cannot be fetched.
@@ -19,6 +20,8 @@ def find_checkpoint(given: str | None) -> Path:
     if given is None:
         return DEMO_MODEL
     folder = Path(given)
+    if given == NAME and not folder.exists():
+        return find_smollm2()
     name = None if folder.exists() else HubName.parse(given)
     if name is None:
         return folder.absolute()
