@@ -13,12 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
-
 from inflight_backend.errors import CheckpointError, ConfigurationError, ServingError
 from inflight_backend.models.checkpoint_files import INDEX, SINGLE, weight_names
-from inflight_backend.models.config import ModelConfig
 from inflight_server.serve.console import say
+from inflight_server.serve.nearest_family import check_supported
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _SMALL_FILES = (
@@ -79,7 +77,7 @@ class HubName(NamedTuple):
 
         say(f"looking for {self.repository} on the Hub and in its cache ...", err=True)
         folder = download(self.revision, _SMALL_FILES)
-        ModelConfig.from_folder(folder)
+        check_supported(folder)
         weights = weight_names(folder)
         if not all((folder / name).exists() for name in weights):
             # The commit, so that files of two are never mixed.
@@ -96,6 +94,7 @@ class HubName(NamedTuple):
     @contextmanager
     def _refusals(self) -> Iterator[None]:
         """What the library raises, in one line with the way out."""
+        import httpx
         from huggingface_hub import constants, errors
 
         where, page = constants.ENDPOINT, f"{constants.ENDPOINT}/{self.repository}"

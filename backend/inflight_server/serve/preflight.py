@@ -14,10 +14,10 @@ from pathlib import Path
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.checkpoint_files import weight_files
-from inflight_backend.models.config import ModelConfig
 from inflight_backend.text.generation_config import read_default_sampling
 from inflight_backend.text.tokenizer_files import find_tokenizer, no_tokenizer
 from inflight_backend.triton.model import check_numpy
+from inflight_server.serve.nearest_family import check_supported
 from inflight_server.serve.settings import PATH_KEYS, ServeSettings
 from inflight_server.serve.tritonserver import TritonInstall
 
@@ -70,7 +70,7 @@ def check_install(install: TritonInstall, environment: Mapping[str, str]) -> Non
 
 def check_checkpoint(model: Path) -> None:
     """`CheckpointError` unless ``model`` is a Hugging Face checkpoint folder of a kind we serve."""
-    ModelConfig.from_folder(model)
+    check_supported(model)
     weight_files(model)
 
 
