@@ -18,7 +18,7 @@ from inflight_server.serve.settings import ServeSettings, parse_overrides
 
 app = typer.Typer()
 
-_MODEL_HELP = "Hugging Face checkpoint: a folder, or a name on the Hub such as Qwen/Qwen3-0.6B"
+_MODEL_HELP = "A folder with a checkpoint, its name on the Hub (Qwen/Qwen3-0.6B), or smollm2-135m"
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -59,7 +59,7 @@ def model_repository(
     ],
     model: Annotated[
         str | None,
-        typer.Option(help=f"{_MODEL_HELP}, as the server will see it."),
+        typer.Option(metavar="MODEL", help=f"{_MODEL_HELP}; a folder as the server will see it."),
     ] = None,
     set_: SetOption = None,
     add: AddOption = None,
@@ -112,7 +112,7 @@ def _port(what: str) -> typer.models.OptionInfo:
 def serve(
     model: Annotated[
         str | None,
-        typer.Option(help=f"{_MODEL_HELP}; the demo model if not given."),
+        typer.Option(metavar="MODEL", help=f"{_MODEL_HELP}; the demo model if not given."),
     ] = None,
     http_port: Annotated[int, _port("HTTP endpoint")] = _DEFAULT.http_port,
     grpc_port: Annotated[int, _port("gRPC endpoint")] = _DEFAULT.grpc_port,
