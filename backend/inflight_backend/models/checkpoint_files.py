@@ -197,7 +197,8 @@ def find_config(folder: Path) -> Path:
         raise CheckpointError(f"{folder} is a file; give the checkpoint folder it is in")
     if not folder.is_dir():
         raise CheckpointError(
-            f"the model folder {folder} does not exist; nothing is fetched by name: {_DOWNLOAD}"
+            f"the model folder {folder} does not exist; `inflight serve` fetches ORG/NAME from the "
+            f"Hub, and so does {_DOWNLOAD}"
         )
     path = find_file(folder, "config.json")
     if path is None:

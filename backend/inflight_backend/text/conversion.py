@@ -98,7 +98,7 @@ class _SentencePieceModel:
                     model.charsmap = normalizer.get(2, b"")
                     model.adds_prefix = bool(normalizer.get(3, 1))
                     model.removes_spaces = bool(normalizer.get(4, 1))
-        except (IndexError, TypeError, struct.error, UnicodeDecodeError):
+        except (LookupError, TypeError, AttributeError, struct.error, UnicodeDecodeError):
             raise ValueError("neither a model of SentencePiece nor ranks of tiktoken") from None
         if not model.pieces:
             raise ValueError("neither a model of SentencePiece nor ranks of tiktoken")

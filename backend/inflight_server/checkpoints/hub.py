@@ -8,6 +8,7 @@ is refused before its weights are fetched, then the weights that they name. All 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,11 +60,15 @@ class HubName(NamedTuple):
         """
         try:
             import huggingface_hub
+            from huggingface_hub.utils.tqdm import disable_progress_bars
         except ImportError:
             raise ConfigurationError(
                 f"--model {self}: a name on the Hub needs huggingface_hub, which is not installed "
                 "(in a clone of inflight: pip install '.[hub]'); or give a folder"
             ) from None
+
+        if not sys.stderr.isatty():  # a log is no place for bars
+            disable_progress_bars()
 
         def download(revision: str | None, files: Sequence[str]) -> Path:
             with self._refusals():

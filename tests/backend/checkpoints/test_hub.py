@@ -92,7 +92,10 @@ def test_only_what_is_read_is_fetched_and_only_once(hub: Hub, cache: Path) -> No
     folder = snapshot(cache, "some/demo")
     written = (cache.parent / "models" / "tensorrt_llm" / "config.pbtxt").read_text()
     assert f'"{folder}"' in written
-    assert f"some/demo, commit {COMMIT}" in result.stderr
+    assert result.stderr.splitlines() == [
+        "looking for some/demo on the Hub and in its cache ...",
+        f"some/demo, commit {COMMIT}",
+    ]
     wanted = {*DEMO, "additional_chat_templates/tool_use.jinja"}
     assert set(hub.fetched) == wanted
     assert hub.fetched[-1] == "model.safetensors"

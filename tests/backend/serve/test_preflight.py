@@ -37,7 +37,7 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("nowhere", "nowhere does not exist.*nothing is fetched by name: hf download NAME"),
+        ("nowhere", "nowhere does not exist.* fetches ORG/NAME from the Hub.* hf download NAME"),
         ("../..", r"has no config\.json: give .*/snapshots/abc$"),
         ("model.safetensors", "is a file; give the checkpoint folder it is in"),
     ],
