@@ -160,6 +160,16 @@ def test_sentencepiece_itself_agrees(tmp_path: Path, kind: str, options: dict[st
         assert_streams(codec, ids)
 
 
+def test_a_token_that_a_file_names_for_a_purpose_is_special(tmp_path: Path) -> None:
+    """As the end of a turn, which some models of SentencePiece have for an ordinary piece."""
+    data = train("bpe", user_defined_symbols=["[INST]", "[/INST]"])
+    folder = write(tmp_path, "tokenizer.model", data, additional_special_tokens=["[/INST]"])
+    codec = TextCodec(folder)
+    ids = codec.encode_word("[INST]a[/INST]")
+    assert codec.decode(ids) == "[INST]a"
+    assert codec.decode(ids, skip_special_tokens=False) == "[INST]a[/INST]"
+
+
 def test_tokens_that_other_files_add_or_rename(tmp_path: Path) -> None:
     """Of Phi-3 and Vicuna; the last has an id behind a gap."""
     entry = {"lstrip": False, "rstrip": True, "normalized": False, "single_word": False}
@@ -202,6 +212,32 @@ def transformers_letters() -> Iterator[tuple[int, str]]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return iter(bytes_to_unicode().items())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tokenizer_class": "GPT2Tokenizer"},
+        {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "bos_token": "</s>"}  # OPT
+        | {"eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"},
+    ],
+    ids=["gpt2", "opt"],
+)
+def test_pairs_of_gpt2(tmp_path: Path, config: dict[str, Any]) -> None:
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<|endoftext|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.model.save(str(tmp_path))
+    assert TextCodec.load(write(tmp_path, "x", b"", **config), None) is not None
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert_equals_transformers(tmp_path)
+    (tmp_path / "merges.txt").unlink()
+    assert TextCodec.load(tmp_path, None) is None
 
 
 def lines(ranks: dict[bytes, int]) -> bytes:

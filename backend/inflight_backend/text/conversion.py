@@ -2,6 +2,7 @@
 
 * SentencePiece (``tokenizer.model``), of the kinds BPE and unigram;
 * ranks of tiktoken (``tiktoken.model``, and some ``tokenizer.model``);
+* GPT-2's ``vocab.json`` and ``merges.txt``;
 * Mistral's ``tekken.json``, which is tiktoken's ranks with all that belongs to them.
 
 The result is one of the library `tokenizers`, so that everything behind it (streams, guides, the
@@ -15,7 +16,7 @@ import base64
 import binascii
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +25,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE, Unigram
 
 from inflight_backend.models.checkpoint_files import JsonReader
-from inflight_backend.text.tokenizer_files import TEKKEN
+from inflight_backend.text.tokenizer_files import MERGES, TEKKEN, VOCAB
 
+_Parts = tuple[Tokenizer, dict[int, AddedToken]]
+"""A tokenizer, and the tokens by id that it is to find in texts."""
+
+_GPT2_END = "<|endoftext|>"
 _SPACE = "\u2581"  # how SentencePiece writes it
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
@@ -39,21 +44,38 @@ class Converted(NamedTuple):
     adds_bos: bool = False
 
 
-def convert(path: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken]) -> Converted:
+def convert(
+    path: Path,
+    config: Mapping[str, Any],
+    added: Mapping[int, AddedToken],
+    special: Collection[str] = (),
+) -> Converted:
     """The tokenizer in the file ``path``.
 
     ``config``: tokenizer_config.json. ``added``: tokens by id that the files beside it add, or
-    rename. ``ValueError`` says why the file cannot be used.
+    rename. ``special``: texts of tokens that they name for some purpose. ``ValueError`` says why
+    the file cannot be used.
     """
     if path.name == TEKKEN:
-        tokenizer = _from_tekken(JsonReader.from_file(path), added)
+        tokenizer, tokens = _from_tekken(JsonReader.from_file(path), added)
         # As mistral_common, which reads no other file.
-        return Converted(tokenizer, {"bos_token": "<s>", "eos_token": "</s>"}, adds_bos=True)
-    data = path.read_bytes()
-    if _RANK_LINE.match(data):
-        return Converted(_from_tiktoken(data, config, added), {})
-    model = _SentencePieceModel.parse(data)
-    return Converted(_from_sentencepiece(model, config, added), model.ends)
+        found = Converted(tokenizer, {"bos_token": "<s>", "eos_token": "</s>"}, adds_bos=True)
+    elif path.name == VOCAB:
+        tokenizer, tokens = _from_pairs(path, added)
+        found = Converted(tokenizer, dict.fromkeys(("bos_token", "eos_token"), _GPT2_END))
+    elif _RANK_LINE.match(data := path.read_bytes()):
+        tokenizer, tokens = _from_tiktoken(data, config, added)
+        found = Converted(tokenizer, {})
+    else:
+        model = _SentencePieceModel.parse(data)
+        tokenizer, tokens = _from_sentencepiece(model, config, added)
+        found = Converted(tokenizer, model.ends)
+    for text in {*special, *found.ends.values()}:
+        number = tokenizer.token_to_id(text)
+        if number is not None and number not in added:
+            tokens[number] = AddedToken(text, normalized=False, special=True)
+    _add(tokenizer, tokens)
+    return found
 
 
 # SentencePiece. Its format is that of its sentencepiece_model.proto. The library's own reader
@@ -151,7 +173,7 @@ def _piece(data: bytes) -> tuple[str, float, int]:
 
 def _from_sentencepiece(
     model: _SentencePieceModel, config: Mapping[str, Any], added: Mapping[int, AddedToken]
-) -> Tokenizer:
+) -> _Parts:
     pieces = [
         (added[number].content if number in added else text, score, kind)
         for number, (text, score, kind) in enumerate(model.pieces)
@@ -189,8 +211,7 @@ def _from_sentencepiece(
         for number, (text, _, kind) in enumerate(pieces)
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     }
-    _add(tokenizer, named | dict(added))
-    return tokenizer
+    return tokenizer, named | dict(added)
 
 
 def _normalizer(model: _SentencePieceModel) -> Any:
@@ -243,7 +264,7 @@ _PATTERN_BY_CLASS = {
 
 def _from_tiktoken(
     data: bytes, config: Mapping[str, Any], added: Mapping[int, AddedToken]
-) -> Tokenizer:
+) -> _Parts:
     number_of: dict[bytes, int] = {}
     for line in data.split(b"\n"):
         if line.strip():
@@ -253,7 +274,7 @@ def _from_tiktoken(
     for free in range(len(number_of), max(added, default=-1) + 1):
         every.setdefault(free, AddedToken(_reserved(free), normalized=False, special=True))
     pattern = _PATTERN_BY_CLASS.get(str(config.get("tokenizer_class")), _PATTERN)
-    return _byte_level(number_of, pattern, every)
+    return _from_ranks(number_of, pattern, every)
 
 
 _SPECIAL_BEFORE_V7 = (
@@ -265,7 +286,7 @@ _SPECIAL_BEFORE_V7 = (
 """Of files that do not list them, by id (`mistral_common`, ``DEPRECATED_SPECIAL_TOKENS``)."""
 
 
-def _from_tekken(reader: JsonReader, added: Mapping[int, AddedToken]) -> Tokenizer:
+def _from_tekken(reader: JsonReader, added: Mapping[int, AddedToken]) -> _Parts:
     """Special tokens have the first ids, and the bytes those behind them."""
     config = reader.section("config")
     names = dict(enumerate(_SPECIAL_BEFORE_V7))
@@ -283,12 +304,12 @@ def _from_tekken(reader: JsonReader, added: Mapping[int, AddedToken]) -> Tokeniz
         _decoded(text.encode()): num_special + number
         for number, text in enumerate(tokens[: size - num_special])
     }
-    return _byte_level(number_of, config.text("pattern"), special | dict(added))
+    return _from_ranks(number_of, config.text("pattern"), special | dict(added))
 
 
-def _byte_level(
-    number_of: Mapping[bytes, int], pattern: str, added: Mapping[int, AddedToken]
-) -> Tokenizer:
+def _from_ranks(
+    number_of: Mapping[bytes, int], pattern: str, added: dict[int, AddedToken]
+) -> _Parts:
     """The tokenizer of tokens that are bytes, which joins the pair with the lowest number first."""
     found = [
         (number, number_of[token[:size]], number_of[token[size:]], token, size)
@@ -308,8 +329,7 @@ def _byte_level(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    _add(tokenizer, added)
-    return tokenizer
+    return tokenizer, added
 
 
 def _decoded(text: bytes) -> bytes:
@@ -330,7 +350,19 @@ def _byte_letters() -> str:
 _TABLE = dict(enumerate(_byte_letters()))
 
 
-# Both.
+# GPT-2.
+
+
+def _from_pairs(path: Path, added: Mapping[int, AddedToken]) -> _Parts:
+    vocab, merges = BPE.read_file(str(path), str(path.with_name(MERGES)))
+    vocab |= {token.content: number for number, token in added.items()}
+    tokenizer = Tokenizer(BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, dict(added)
+
+
+# All.
 
 
 def _reserved(number: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str | None]:
     if is_lfs_pointer(path):
         raise CheckpointError(f"{path.name}: a pointer of Git LFS, not the file; run git lfs pull")
     if path.name != TOKENIZER:
-        text = _convert(path, folder, path.stat().st_mtime_ns)
+        text = _convert(path, folder, _changes(folder))
         return Tokenizer.from_str(text), text
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -53,14 +53,20 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str | None]:
     return tokenizer, tokenizer.to_str() if _set_ends(tokenizer, folder) else None
 
 
+def _changes(folder: Path) -> tuple[tuple[str, int], ...]:
+    """The files of ``folder``, and when each was changed last."""
+    return tuple(sorted((each.name, each.stat().st_mtime_ns) for each in folder.iterdir()))
+
+
 @lru_cache(maxsize=1)  # the model and its guides have a tokenizer each, and this takes seconds
-def _convert(path: Path, folder: Path, _changed_ns: int) -> str:
+def _convert(path: Path, folder: Path, _: tuple[tuple[str, int], ...]) -> str:
     """The JSON of the tokenizer in another file."""
     from inflight_backend.text.conversion import convert
 
     config = read_json(folder, TOKENIZER_CONFIG)
     try:
-        found = convert(path, config, _added_tokens(folder, config))
+        special = _special_texts(folder, config)
+        found = convert(path, config, _added_tokens(folder, config, special), special)
     except CheckpointError:
         raise
     except Exception as error:  # ours, or of the library, which raises bare Exception
@@ -71,9 +77,10 @@ def _convert(path: Path, folder: Path, _changed_ns: int) -> str:
     return text
 
 
-def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
+def _added_tokens(
+    folder: Path, config: Mapping[str, Any], special: Collection[str]
+) -> dict[int, AddedToken]:
     """The tokens by id that tokenizer_config.json and added_tokens.json add to a vocabulary."""
-    special = _special_texts(folder, config)
     found = {
         number: AddedToken(text, normalized=False, special=text in special)
         for text, number in read_json(folder, "added_tokens.json").items()

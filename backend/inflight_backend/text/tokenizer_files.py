@@ -11,13 +11,18 @@ from inflight_backend.models.checkpoint_files import find_file
 TOKENIZER = "tokenizer.json"
 TEKKEN = "tekken.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-_NAMES = (TOKENIZER, TEKKEN, "tokenizer.model", "spiece.model", "tiktoken.model")
+VOCAB, MERGES = "vocab.json", "merges.txt"
+_NAMES = (TOKENIZER, TEKKEN, "tokenizer.model", "spiece.model", "tiktoken.model", VOCAB)
 
 
 def find_tokenizer(folder: Path) -> Path | None:
     """The file of the tokenizer in ``folder``: tokenizer.json, else another that `conversion` can
     read; None if there is none. Errors as of `find_file`."""
-    return next((path for name in _NAMES if (path := find_file(folder, name)) is not None), None)
+    for name in _NAMES:
+        path = find_file(folder, name)
+        if path is not None and (name != VOCAB or find_file(folder, MERGES) is not None):
+            return path
+    return None
 
 
 def no_tokenizer(folder: Path) -> CheckpointError:

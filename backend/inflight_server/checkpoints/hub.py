@@ -31,6 +31,8 @@ _SMALL_FILES = (
     "tokenizer.model",
     "spiece.model",
     "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
     "added_tokens.json",
     "special_tokens_map.json",
     "chat_template.jinja",
