@@ -60,10 +60,6 @@ class JsonReader:
     def __iter__(self) -> Iterator[str]:
         return (key for key, value in self._values.items() if value is not None)
 
-    def values(self) -> dict[str, Any]:
-        """A copy of all, as they are written."""
-        return dict(self._values)
-
     def equals(self, other: JsonReader) -> bool:
         """True if both objects hold the same."""
         return self._values == other._values

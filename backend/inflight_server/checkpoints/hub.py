@@ -17,7 +17,7 @@ from typing import NamedTuple
 from inflight_backend.errors import CheckpointError, ConfigurationError, ServingError
 from inflight_backend.models.checkpoint_files import INDEX, SINGLE, weight_names
 from inflight_server.serve.console import say
-from inflight_server.serve.nearest_family import check_supported
+from inflight_server.serve.preflight import check_model
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _SMALL_FILES = (
@@ -84,7 +84,7 @@ class HubName(NamedTuple):
 
         say(f"looking for {self.repository} on the Hub and in its cache ...", err=True)
         folder = download(self.revision, _SMALL_FILES)
-        check_supported(folder)
+        check_model(folder)
         weights = weight_names(folder)
         if not all((folder / name).exists() for name in weights):
             # The commit, so that files of two are never mixed.

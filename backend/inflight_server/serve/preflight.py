@@ -7,17 +7,18 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib import metadata
 from ipaddress import IPv6Address
 from pathlib import Path
 
-from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.checkpoint_files import weight_files
+from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.models.checkpoint_files import JsonReader, find_config, weight_files
+from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.families.registry import FAMILIES
 from inflight_backend.text.generation_config import read_default_sampling
 from inflight_backend.text.tokenizer_files import find_tokenizer, no_tokenizer
 from inflight_backend.triton.model import check_numpy
-from inflight_server.serve.nearest_family import check_supported
 from inflight_server.serve.settings import PATH_KEYS, ServeSettings
 from inflight_server.serve.tritonserver import TritonInstall
 
@@ -70,8 +71,27 @@ def check_install(install: TritonInstall, environment: Mapping[str, str]) -> Non
 
 def check_checkpoint(model: Path) -> None:
     """`CheckpointError` unless ``model`` is a Hugging Face checkpoint folder of a kind we serve."""
-    check_supported(model)
+    check_model(model)
     weight_files(model)
+
+
+def check_model(folder: Path) -> None:
+    """`CheckpointError` unless config.json in ``folder`` is that of a model we serve."""
+    try:
+        ModelConfig.from_folder(folder)
+    except CheckpointError as error:
+        if _brings_code(folder):
+            words = "code that a checkpoint brings (trust_remote_code) is never run"
+            raise CheckpointError(f"{error}; {words}") from None
+        raise
+
+
+def _brings_code(folder: Path) -> bool:
+    """True for a model that only its own code knows."""
+    with suppress(CheckpointError):
+        reader = JsonReader.from_file(find_config(folder))
+        return "auto_map" in reader and FAMILIES.keys().isdisjoint(reader.texts("architectures"))
+    return False
 
 
 def has_tokenizer(settings: ServeSettings) -> bool:
