@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from gpu_parts.common import LLAMA_8B, Row, Setting
-from inflight_backend.models.layers import Fp8Linear, Linear, is_scaled_apart, quantize
+from inflight_backend.models.layers import Fp8Linear, Linear, is_refused, quantize
 
 _LEAST_SHARE = 0.8
 """Of the nominal bandwidth: with less the GPU is shared or throttled."""
@@ -91,14 +91,13 @@ def _products(
             calls.append(("fp8", partial(quantised, quantize(x)), 1))
         for kind, call, width in calls:
             seconds, note = time_seconds(setting, call)
-            is_apart = kind == "fp8" and is_scaled_apart(batch, num_rows, columns)
-            apart = {"scales": "apart"} if is_apart else {}
+            refused = kind == "fp8" and is_refused(batch, num_rows, columns)
             flops = 2 * batch * num_rows * columns
             moved = (num_rows * columns + batch * columns) * width + 2 * batch * num_rows
             yield {
                 "what": f"{name} {kind}",
                 "tokens": batch,
-                **apart,
+                **({"library": "refused"} if refused else {}),
                 **note,
                 **setting.figures(
                     us=1e6 * seconds,

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from gpu_parts import draw_checks, engine_checks
 from gpu_parts.common import TINY, Row, Setting, make_engine
 from gpu_parts.report import shorten
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.models.layers import Fp8Linear, quantize
+from inflight_backend.models.layers import Fp8Linear, Quantized, quantize
 from inflight_kernels import reference
 from inflight_scheduler import BlockAssignment, ContextChunk, SamplingParams, ScheduledBatch
 from inflight_scheduler import SlotSetup as Setup
@@ -130,8 +131,11 @@ def _kernel_checks(setting: Setting) -> Iterator[_Check]:
         run = partial(_fp8_linear, setting, tokens, columns)
         yield _Check(f"fp8 linear {tokens} x {columns}", 2e-2, run, has_rows=True)
     for dtype, limit in ((_BF16, _LIMIT[_BF16]), (_FP8, 2e-2)):
-        run = partial(_invariant_linear, setting, dtype)
-        yield _Check(f"invariant_linear {_name(dtype)}", limit, run, has_rows=True)
+        for tokens in (1, 40, 70):
+            run = partial(_invariant_linear, setting, dtype, tokens)
+            yield _Check(f"invariant_linear {_name(dtype)} {tokens}", limit, run, has_rows=True)
+        run = partial(_invariant_rows, setting, dtype)
+        yield _Check(f"invariant_linear {_name(dtype)} in every tile", 0.0, run)
 
 
 def _engine_checks(setting: Setting) -> Iterator[_Check]:
@@ -175,11 +179,8 @@ def _token_checks(setting: Setting) -> Iterator[_Check]:
     x, residual = (torch.randn(shape, dtype=_BF16, device=setting.device) for _ in range(2))
     weight = torch.randn(shape[1], dtype=_BF16, device=setting.device)
     wide = torch.randn(shape[0], 2 * shape[1], dtype=_BF16, device=setting.device)
-    scales = tuple(torch.rand(length, 1, device=setting.device) for length in shape)
     normed = reference.rms_norm(x.float(), weight.float(), 1e-5)
     added = reference.add_rms_norm(x, residual, weight, 1e-5)[0]
-    unscaled = (x.float() * scales[0] * scales[1].t()).to(_BF16)
-    added_unscaled = reference.add_rms_norm(unscaled, residual, weight, 1e-5)[0]
     gated = reference.silu_mul(wide.float())
     limit, fp8 = _LIMIT[_BF16], _LIMIT[_FP8]
 
@@ -194,14 +195,6 @@ def _token_checks(setting: Setting) -> Iterator[_Check]:
             "add_rms_norm_fp8",
             fp8,
             lambda: (scaled(norms.add_rms_norm_fp8(x, residual, weight, 1e-5)[:2]), added),
-        ),
-        (
-            "add_rms_norm_fp8, x without its scales",
-            fp8,
-            lambda: (
-                scaled(norms.add_rms_norm_fp8(x.float(), residual, weight, 1e-5, scales)[:2]),
-                added_unscaled,
-            ),
         ),
         ("silu_mul", limit, lambda: (silu.silu_mul(wide), gated)),
         ("silu_mul_fp8", fp8, lambda: (scaled(silu.silu_mul_fp8(wide)), gated)),
@@ -349,20 +342,47 @@ def _fp8_linear(setting: Setting, tokens: int, columns: int) -> tuple[Tensor, Te
     return Fp8Linear(weight)(activation), expected
 
 
-def _invariant_linear(setting: Setting, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    op = import_module("inflight_kernels.ops.invariant_linear").invariant_linear
-    rows_, columns = (24, 80) if setting.is_dry else (1000, 4096)
-    weight, x = (
-        torch.randn(count, columns, dtype=_BF16, device=setting.device) for count in (rows_, 70)
+def _invariant_linear(
+    setting: Setting, dtype: torch.dtype, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Beside the product in float32."""
+    x, rows_ = _factors(setting, dtype, num_tokens)
+    if isinstance(x, Tensor):
+        return _invariant(x, rows_), x.float() @ rows_.float().t()
+    expected = (x.values.float() * x.scales) @ (rows_.values.float() * rows_.scales).t()
+    return _invariant(x, rows_), expected
+
+
+def _invariant_rows(setting: Setting, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows in batches of every tile, beside the same rows of one batch: bit by bit."""
+    x, rows_ = _factors(setting, dtype, 3 if setting.is_dry else 300)
+    whole = _invariant(x, rows_)
+    few = [1, 2] if setting.is_dry else [1, 16, 17, 64, 65, 200]
+    parts = [
+        x[:count] if isinstance(x, Tensor) else Quantized(x.values[:count], x.scales[:count])
+        for count in few
+    ]
+    found = torch.cat([_invariant(part, rows_) for part in parts])
+    return found, torch.cat([whole[:count] for count in few])
+
+
+def _factors(setting: Setting, dtype: torch.dtype, num_tokens: int) -> tuple[Any, Any]:
+    """Tokens and rows of a weight, in FP8 as `Quantized`."""
+    num_rows, columns = (24, 80) if setting.is_dry else (1000, 4096)
+    x, weight = (
+        torch.randn(count, columns, dtype=_BF16, device=setting.device)
+        for count in (num_tokens, num_rows)
     )
-    if dtype == _BF16:
-        return op(x, weight), x.float() @ weight.float().t()
-    rounded, activation = quantize(weight), quantize(x)
-    expected = (activation.values.float() * activation.scales) @ (
-        rounded.values.float() * rounded.scales
-    ).t()
-    scales = {"x_scales": activation.scales, "weight_scales": rounded.scales}
-    return op(activation.values, rounded.values, **scales), expected
+    return (x, weight) if dtype == _BF16 else (quantize(x), quantize(weight))
+
+
+def _invariant(x: Any, weight: Any) -> Tensor:
+    op = import_module("inflight_kernels.ops.invariant_linear").invariant_linear
+    if isinstance(x, Tensor):
+        found: Tensor = op(x, weight)
+    else:
+        found = op(x.values, weight.values, x_scales=x.scales, weight_scales=weight.scales)
+    return found
 
 
 def _engines(setting: Setting) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,8 +14,6 @@ from report import describe_run
 def describe(is_dry: bool) -> dict[str, Any]:
     """Machine, versions and command; asks nothing of the device itself."""
     facts = {"dry_run": is_dry, **describe_run("torch", "triton", "numpy")}
-    # Changes what is compiled (`inflight_kernels.launch`).
-    facts["early_launch"] = os.environ.get("INFLIGHT_EARLY_LAUNCH") == "1"
     if not is_dry and shutil.which("nvidia-smi"):
         query = "--query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit"
         command = ["nvidia-smi", query, "--format=csv,noheader"]

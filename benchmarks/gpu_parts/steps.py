@@ -46,7 +46,7 @@ _PROFILED, _NUM_PROFILED, _NUM_TOLD = (256, 64, 1), 3, 8
 """Batches whose step is taken apart, steps of each, and kernels told of it."""
 _DRAWN = 64
 """Slots of the step that draws with filters, beside the greedy one."""
-_MIXED, _MIXED_DRY = ((16, 64), (64, 128), (256, 256)), ((2, 6),)
+_MIXED, _MIXED_DRY = ((16, 64), (64, 128), (256, 256), (64, 900)), ((2, 6),)
 """Slots of a mixed step, the last of which has a prompt, and its tokens."""
 _PROFILER_SECONDS = 10  # with less left it is not begun
 
@@ -109,7 +109,7 @@ def _precision(setting: Setting, quantization: str) -> Iterator[Row]:
         mixed = partial(_mixed, setting, engine, num_slots, length, context)
         for row in _recorded_and_eager(engine, num_slots - 1 + length, mixed):
             yield {**labels, **row}
-    for length in (40, 8) if setting.is_dry else (2048, 128):
+    for length in (40, 8) if setting.is_dry else (2048, 1024, 128):
         prompt = partial(_prompt, setting, engine, length, is_fp8)
         for row in _recorded_and_eager(engine, length, prompt):
             yield {**labels, **row}

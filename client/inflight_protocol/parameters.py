@@ -123,7 +123,7 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ),
     _int(
         "cuda_graph_mixed_tokens",
-        "512",
+        "1024",
         0,
         8192,
         "so are steps with contexts, of up to so many tokens in all; 0: none",

@@ -11,7 +11,6 @@ around them. Compiled code has none of this.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from pathlib import Path
@@ -21,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,15 +31,9 @@ _H200_NUM_SMS = 132
 _H200_CAPABILITY = 90
 _FP8_CAPABILITY = 89
 
-# Programmatic dependent launch (Hopper and later): the kernels of a layer come to the device while
-# the one before them ends, and wait there for its results (`launch.wait_for_inputs`). Off until it
-# has been measured; `INFLIGHT_EARLY_LAUNCH=1` turns it on.
-IS_EARLY = os.environ.get("INFLIGHT_EARLY_LAUNCH") == "1" and not knobs.runtime.interpret
-
 # Every launch asks for fused multiply-adds, the default that Triton 3.10 gives up: without them
 # softmax, norms and the draw are slower, and round otherwise.
 LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
-EARLY_OPTIONS = {**LAUNCH_OPTIONS, **({"launch_pdl": True} if IS_EARLY else {})}
 
 # For up to 256 threads. The compiler aims at some number of resident programs, and spills a few
 # registers for the last one of them; with this it takes what it needs. For where something else
@@ -227,18 +219,7 @@ def _table() -> dict[str, list[int]]:
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-_IS_EARLY = tl.constexpr(IS_EARLY)
 FP8_MAX = tl.constexpr(448.0)  # largest finite float8_e4m3fn
-
-
-@triton.jit
-def wait_for_inputs():
-    """First of all in a kernel that is launched with `EARLY_OPTIONS`: nothing of memory may
-    be touched before, and no program may leave without it (or the kernel could end, and the next
-    one begin, before the one before it). The next kernel may come as early."""
-    if _IS_EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -251,12 +232,13 @@ def dot(a, b):
 
 
 @triton.jit
-def dot_by_rows(a, b):
-    """`dot` whose rows do not depend on their place in the tile. Matrix units compute every row
-    alike. (The library behind the interpreter does not, so the products are summed one by one.)"""
+def add_dot_by_rows(acc, a, b):
+    """acc + `dot` whose numbers do not depend on their place in the tile. Matrix units compute all
+    alike, and sum onto ``acc`` themselves (of FP8, a sum behind them would keep them waiting).
+    (The library behind the interpreter does not, so the products are summed one by one.)"""
     if INTERPRETED:
-        return tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
-    return dot(a, b)
+        return acc + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

@@ -56,7 +56,6 @@ def compile_cases(
         output = folder / "results.json"
         environment = {
             **os.environ,
-            "INFLIGHT_EARLY_LAUNCH": "0",
             "TRITON_INTERPRET": "0",
             "TRITON_CACHE_DIR": str(cache),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(triton or ""), *search])),
@@ -132,13 +131,14 @@ def test_no_register_is_spilled(reports: list[Report], gpu_machine_reports: list
 def test_the_search_of_a_threshold_takes_no_number_twice(
     reports: list[Report], gpu_machine_reports: list[Report]
 ) -> None:
-    """Its two loops, by count and by mass, take some 180 instructions. Over a table [TILE, 16]
-    Triton 3.6.0 divided and took exponentials of bf16 logits once for each of 16 digits: 1,548."""
+    """Its loops, by count and by mass, take some 200 instructions (a third one sums). Over a table
+    [TILE, 16] Triton 3.6.0 divided and took exponentials of bf16 logits once for each of 16 digits:
+    1,548."""
     kernels = of_kernel(reports, "_sample_kernel")
     kernels += of_kernel(gpu_machine_reports, "_sample_kernel")
     for report in kernels:
         lengths = report["loop_lengths"]
-        assert len(lengths) == 2, report
+        assert len(lengths) == 3, report
         assert max(lengths) < 300, report
 
 
@@ -254,14 +254,3 @@ def test_one_compiled_kernel_serves_steps_of_any_shape(results: dict[str, Any]) 
     counts = results["counts"]
     assert "_generation_fp8 _combine_splits_kernel" in counts
     assert {kernel: count for kernel, count in counts.items() if count != 1} == {}
-
-
-def test_kernels_launched_early_wait_before_they_touch_memory(
-    reports: list[Report], compile_cases: Callable[..., dict[str, Any]]
-) -> None:
-    """The one before them may still write what they read; and none comes early unasked."""
-    assert refused(reports, lambda r: not (r["comes_early"] or r["waits_first"])) == []
-    early = compile_cases("--only", "layer", INFLIGHT_EARLY_LAUNCH="1")["reports"]
-    early = [report for report in early if report["name"] != "_plan_work_kernel"]  # once per step
-    assert len({report["name"] for report in early}) == 6, "both of the generation attention"
-    assert refused(early, lambda report: report["comes_early"] and report["waits_first"]) == []

@@ -52,20 +52,3 @@ def test_quantised(device: torch.device, generator: torch.Generator, dtype: torc
     expected, expected_residual = reference.add_rms_norm(x, residual, weight, 1e-5)
     assert_fp8_close(out, scales, expected)
     assert_close(new_residual, expected_residual)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_product_that_lacks_its_scales(
-    device: torch.device, generator: torch.Generator, dtype: torch.dtype
-) -> None:
-    """It is what the product scaled before would give, bit by bit."""
-    x, residual, weight = make(generator, device, (4, 1536), dtype)
-    tokens = torch.rand(4, 1, generator=generator).to(device)
-    columns = torch.rand(1536, 1, generator=generator).to(device)
-    scaled = (x.float() * tokens * columns.t()).to(dtype)
-    scales = (tokens, columns)
-    for op in (add_rms_norm, add_rms_norm_fp8):
-        found = op(x.float(), residual, weight, 1e-5, scales)
-        for one, other in zip(found, op(scaled, residual, weight, 1e-5), strict=True):
-            assert one.dtype == other.dtype
-            assert torch.equal(one.float(), other.float())

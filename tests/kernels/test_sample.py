@@ -69,7 +69,7 @@ def test_equals_the_reference(
 def test_logits_of_16_bits_count_as_in_float32(
     device: torch.device, generator: torch.Generator, dtype: torch.dtype
 ) -> None:
-    """Bit by bit, whatever is searched among tokens that were copied; of so few digits many tie."""
+    """Bit by bit, whatever groups of tokens are searched; of so few digits many tie."""
     rows = [(0.0, 0, 0.0), (0.7, 0, 0.9), (1.3, 40, 0.0), (0.9, 40, 0.5), (1.0, 0, 0.999)]
     logits = (3 * torch.randn(len(rows), 5000, generator=generator)).to(dtype)
     narrow = equals_the_reference(arguments_of(logits, rows, device))
@@ -162,9 +162,10 @@ def test_rows_that_are_not_finite_give_minus_one(device: torch.device) -> None:
     assert tokens.tolist() == [-1, -1, -1, 0, -1, -1, -1, 0]
 
 
-def test_ties_at_a_filter_are_kept(device: torch.device) -> None:
+@pytest.mark.parametrize("highest", [[1.0, 1.0, 1.0, 1.0], [0.0, -0.0, 0.0, -0.0]])
+def test_ties_at_a_filter_are_kept(device: torch.device, highest: list[float]) -> None:
     """top_k 2 over four equal logits keeps all four, so some draw leaves the first two."""
-    logits = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]]).repeat(12, 1)
+    logits = torch.tensor([[*highest, -1.0]]).repeat(12, 1)
     tokens = sample(*arguments_of(logits, [(1.0, 2, 1.0)] * 12, device))
     assert set(tokens.tolist()) == {0, 1, 2, 3}
 

@@ -160,13 +160,13 @@ def _copy(shape: Shape) -> None:
     copy_blocks(cache, cache, _int32(2), _int32(2))
 
 
-def _linear(shape: Shape, dtype: torch.dtype) -> None:
-    x = torch.empty(64, shape.intermediate, dtype=dtype)
+def _linear(shape: Shape, dtype: torch.dtype, num_tokens: int) -> None:
+    x = torch.empty(num_tokens, shape.intermediate, dtype=dtype)
     weight = torch.empty(shape.hidden, shape.intermediate, dtype=dtype)
     if dtype != _FP8:
         invariant_linear(x, weight)
         return
-    scales, weight_scales = torch.empty(64, 1), torch.empty(shape.hidden, 1)
+    scales, weight_scales = torch.empty(num_tokens, 1), torch.empty(shape.hidden, 1)
     invariant_linear(x, weight, x_scales=scales, weight_scales=weight_scales)
 
 
@@ -205,17 +205,17 @@ def token_cases() -> Iterator[Case]:
         yield Case("rms_norm", f"{each.name} add", _BOTH, partial(add_rms_norm, *add))
         yield Case("rms_norm", f"{each.name} fp8", _HOPPER, partial(rms_norm_fp8, *norm))
         yield Case("rms_norm", f"{each.name} add fp8", _HOPPER, partial(add_rms_norm_fp8, *add))
-        scales = (torch.empty(64, 1), torch.empty(each.hidden, 1))
-        unscaled = partial(add_rms_norm_fp8, x.float(), x, x[0], 1e-5, scales)
-        yield Case("rms_norm", f"{each.name} add fp8 unscaled", _HOPPER, unscaled)
         yield Case("quantize_fp8", each.name, _HOPPER, partial(quantize_fp8, x))
     yield Case("silu_mul", shape.name, _BOTH, partial(silu_mul, gate_up))
     yield Case("silu_mul", f"{shape.name} fp8", _HOPPER, partial(silu_mul_fp8, gate_up))
     yield Case("rope_write_kv", shape.name, _BOTH, partial(_rope, shape, _BF16, False))
     yield Case("rope_write_kv", f"{shape.name} norm", _BOTH, partial(_rope, shape, _BF16, True))
     yield Case("rope_write_kv", f"{shape.name} fp8", _HOPPER, partial(_rope, shape, _FP8, True))
-    yield Case("invariant_linear", shape.name, _BOTH, partial(_linear, shape, _BF16))
-    yield Case("invariant_linear", f"{shape.name} fp8", _HOPPER, partial(_linear, shape, _FP8))
+    for num_tokens in (1, 64, 300):  # each has a tile of its own
+        name = f"{shape.name} {num_tokens}"
+        few, few_fp8 = (partial(_linear, shape, dtype, num_tokens) for dtype in (_BF16, _FP8))
+        yield Case("invariant_linear", name, _BOTH, few)
+        yield Case("invariant_linear", f"{name} fp8", _HOPPER, few_fp8)
     yield Case("copy_blocks", shape.name, _BOTH, partial(_copy, shape))
     for dtype in (_BF16, torch.float32):  # as drawn from, and as changed before
         label = f"{shape.name} {str(dtype).removeprefix('torch.')}"

@@ -103,8 +103,6 @@ def _read(kernel: Any, capability: int) -> Report:
         ).stdout
         code = disassemble(Path(cubin.name))
     num_inputs, overwritten = overwritten_inputs(code)
-    first_access = re.search(r"\b(ld|st|atom|red|cp\.async)\S*\.global", ptx)
-    assert first_access is not None
     numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
     return {
         "name": kernel.metadata.name,
@@ -121,9 +119,6 @@ def _read(kernel: Any, capability: int) -> Report:
         "num_stores_16": len(re.findall(r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64", ptx)),
         "num_narrow_copies": len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),  # 4 or 8 bytes
         "num_byte_reads": len(re.findall(r"ld\.shared\S*\.[bsu]8\b", ptx)),
-        "comes_early": kernel.metadata.launch_pdl,  # while the kernel before it ends
-        # For that kernel, before it touches global memory.
-        "waits_first": "griddepcontrol.wait" in ptx[: first_access.start()],
         # Products of a warp group that read registers, and those that lose what they read.
         "num_register_inputs": num_inputs,
         "overwritten_inputs": overwritten,

@@ -70,8 +70,8 @@ def overwritten_inputs(code: Code) -> tuple[int, list[str]]:
 
 
 def loop_lengths(code: Code) -> list[int]:
-    """Instructions of each loop with two global loads and no shuffle, from the target of a backward
-    branch to the branch: such are the draw's, which go over a row of logits in search of a
+    """Instructions of each loop with four global loads and no shuffle, from the target of a
+    backward branch to the branch: such are the draw's, which go over a row of logits in search of a
     threshold."""
     lengths = []
     for number, instruction in enumerate(code.instructions):
@@ -79,7 +79,7 @@ def loop_lengths(code: Code) -> list[int]:
         if jump and (first := code.labels[jump[1]]) <= number:
             body = code.instructions[first : number + 1]
             names = [re.split(r"[ .]", _GUARD.sub("", each))[0] for each in body]
-            if names.count("LDG") == 2 and "SHFL" not in names:
+            if names.count("LDG") == 4 and "SHFL" not in names:
                 lengths.append(len(body))
     return lengths
 

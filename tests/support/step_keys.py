@@ -103,8 +103,8 @@ def main() -> None:
     torch.empty = torch.zeros  # type: ignore[assignment]
     results = {}
     for name, config in CONFIGS.items():
-        engine = Engine.load(arguments.checkpoint, config)
         with record_keys(90) as keys:
+            engine = Engine.load(arguments.checkpoint, config)
             warm_up(engine, max_memory_batch(engine.config))
             first = set(keys)
             num_steps = _serve(engine)

@@ -65,7 +65,7 @@ class EngineConfig:
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
     cuda_graph_mode: bool = True
-    cuda_graph_mixed_tokens: int = 512
+    cuda_graph_mixed_tokens: int = 1024
     normalize_log_probs: bool = False
     deterministic_mode: bool = False
 

@@ -40,7 +40,7 @@ _STEP = 64
 _TOKENS_PER_CHUNK = 4
 _FEW_CHUNKS = 8
 _MANY_DRAWS = 256
-_FEW_GENERATIONS = (8, 32)
+_FEW_GENERATIONS, _SHORT_STEP = (8, 32), 512
 
 Capture: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
 """Records a call: what replays it, and the tensor that holds its answer after each replay."""
@@ -94,19 +94,20 @@ def mixed_sizes(max_tokens: int, num_slots: int) -> list[StepSizes]:
 
     Tokens in steps of 64 up to 512, then of an eighth: up to some 180 tokens a step's products take
     as long as reading the weights, beyond them padding costs what it computes. Each with room for
-    8, 32 and any number of generations, since that decides into how many splits their attention is
-    cut; for chunks of 4 tokens on average, since a program of the context attention leaves early
-    for each that is not there; and for 256 draws or one per slot, whose rows alone pass the end of
-    the last layer (every draft draws, too).
+    any number of generations, up to 512 tokens also for 8 and 32, since that decides into how many
+    splits their attention is cut; for chunks of 4 tokens on average, since a program of the context
+    attention leaves early for each that is not there; and for 256 draws or one per slot, whose rows
+    alone pass the end of the last layer (every draft draws, too).
     """
     sizes, num_tokens = [], min(_STEP, max_tokens)
     while max_tokens > 0:
         most = min(num_tokens, num_slots)
         num_chunks = min(max(num_tokens // _TOKENS_PER_CHUNK, _FEW_CHUNKS), most)
         num_draws = min(num_tokens, max(num_slots, _MANY_DRAWS))
+        few = _FEW_GENERATIONS if num_tokens <= _SHORT_STEP else ()
         sizes += [
             StepSizes(generations, num_tokens, num_chunks, num_draws)
-            for generations in (*(few for few in _FEW_GENERATIONS if few < most), most)
+            for generations in (*(number for number in few if number < most), most)
         ]
         if num_tokens == max_tokens:
             break

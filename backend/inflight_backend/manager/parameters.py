@@ -97,7 +97,7 @@ class TrtGptModelOptionalParams:
     quantization: str = "none"
     attention_backend: str = "auto"
     cuda_graph_mode: bool = True
-    cuda_graph_mixed_tokens: int = 512
+    cuda_graph_mixed_tokens: int = 1024
     normalize_log_probs: bool = False
     out_of_vocabulary: str = "refuse"
     deterministic_mode: bool = False

@@ -136,16 +136,13 @@ def _take_layer(parameters: dict[str, Parameter], layer: int, ops: Ops) -> _Laye
         weight = parameters.pop(f"{prefix}{name}.weight")
         return ops.make_linear(weight, take_optional(f"{name}.bias"))
 
-    def for_norm(linear: _Linear) -> _Linear:
-        return getattr(linear, "for_norm", linear) if ops.norms_scale else linear
-
     query_norm, key_norm = take_optional("query_norm"), take_optional("key_norm")
     return _Layer(
         input_norm=take("input_norm"),
         qkv=take_linear("qkv"),
         head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
-        output=for_norm(take_linear("output")),
+        output=take_linear("output"),
         post_norm=take("post_norm"),
         gate_up=take_linear("gate_up"),
-        down=for_norm(take_linear("down")),
+        down=take_linear("down"),
     )

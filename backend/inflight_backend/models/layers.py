@@ -30,15 +30,6 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
-class Unscaled(NamedTuple):
-    """A product in FP8 before its scales: ``values`` [T, rows] float32, to be multiplied by those
-    of tokens [T, 1] and those of the weight's rows [rows, 1], float32."""
-
-    values: Tensor
-    token_scales: Tensor
-    row_scales: Tensor
-
-
 Activation: TypeAlias = Tensor | Quantized
 """What a linear layer reads."""
 
@@ -110,9 +101,8 @@ class Fp8Linear:
     bfloat16 out; on other devices float32, for tests. Both dimensions of the weight must
     be multiples of 16 on CUDA (`config.resolve` sees to it).
 
-    A library may have no product with a scale per row for some shapes: cuBLAS on Hopper is known to
-    refuse few tokens with many columns (pytorch/ao issue 4582: 256 and 9,216). Then both scales
-    are multiplied in after it, by the norm that follows where there is one (`for_norm`).
+    A library may have no product with a scale per row for some shapes: cuBLAS on Hopper refused few
+    tokens with many columns (pytorch/ao issue 4582: 256 and 9,216). `_without_library` makes those.
     """
 
     __slots__ = ("_bias", "_dtype", "_weight")
@@ -122,42 +112,23 @@ class Fp8Linear:
             weight = Fp8Weight(quantize(weight), weight.dtype)
         self._weight, self._dtype = weight
         self._bias = bias
-        _one(self._weight.scales.device)  # made before anything is recorded
 
     def __call__(self, x: Quantized) -> Tensor:
         """x [num_tokens, columns] -> [num_tokens, rows] in the dtype of the first weight."""
-        if x.values.is_cuda:
-            return self._product(x)
+        product = self._library_product(x) if x.values.is_cuda else self._in_float32(x)
+        return self._without_library(x) if product is None else product
+
+    def _in_float32(self, x: Quantized) -> Tensor:
         weight, scales = self._weight
         product = functional.linear(x.values.float(), weight.float()) * x.scales * scales.t()
         return (product if self._bias is None else product + self._bias).to(self._dtype)
 
-    def for_norm(self, x: Quantized) -> Tensor | Unscaled:
-        """The same for a norm that multiplies the scales in itself: it reads the numbers anyway,
-        and they cost a product of few tokens two small launches."""
-        if x.values.is_cuda and self._bias is None:
-            return self._product_for_norm(x)
-        return self(x)
+    def _without_library(self, x: Quantized) -> Tensor:
+        return self._in_float32(x)
 
-    def _product_for_norm(self, x: Quantized) -> Tensor | Unscaled:
-        product = self._row_scaled(x)
-        return self._unscaled(x) if product is None else product
-
-    def _product(self, x: Quantized) -> Tensor:
-        product = self._row_scaled(x)
-        if product is not None:
-            return product
-        product, token_scales, row_scales = self._unscaled(x)
-        product *= token_scales
-        if self._bias is not None:
-            return (product * row_scales.t() + self._bias).to(self._dtype)
-        answer = torch.empty(product.shape, dtype=self._dtype, device=product.device)
-        return torch.mul(product, row_scales.t(), out=answer)
-
-    def _row_scaled(self, x: Quantized) -> Tensor | None:
-        """The library's product with a scale per row; None if it has none. Refusing is its choice
-        of a kernel: nothing has been launched then, and what is recorded has run before, so a
-        recording never holds a refusal."""
+    def _library_product(self, x: Quantized) -> Tensor | None:
+        """None if the library has none. Refusing is its choice of a kernel: nothing has been
+        launched then, and what is recorded has run before, so a recording never holds a refusal."""
         weight, scales = self._weight
         shape = (len(x.values), *weight.shape)
         if shape in _refused or not _takes_row_scales(weight.device):
@@ -178,36 +149,18 @@ class Fp8Linear:
                 raise
             if not _refused:
                 _logger.warning(
-                    "no FP8 product with a scale per row for %d tokens and a weight of %d x %d: "
-                    "scales are multiplied in behind it, there and wherever else it is refused",
+                    "the library has no FP8 product with a scale per row for %d tokens and a "
+                    "weight of %d x %d: it is made without it, there and wherever else it is "
+                    "refused",
                     *shape,
                 )
             _refused.add(shape)
         return None
 
-    def _unscaled(self, x: Quantized) -> Unscaled:
-        weight, scales = self._weight
-        one = _one(weight.device)
-        product = torch._scaled_mm(
-            x.values,
-            weight.t(),
-            scale_a=one,
-            scale_b=one,
-            out_dtype=torch.float32,
-            use_fast_accum=True,
-        )
-        return Unscaled(product, x.scales, scales)
 
-
-def is_scaled_apart(num_tokens: int, rows: int, columns: int) -> bool:
-    """Whether such a product was refused with scales per row (see `Fp8Linear`)."""
+def is_refused(num_tokens: int, rows: int, columns: int) -> bool:
+    """Whether the library refused such a product (see `Fp8Linear`)."""
     return (num_tokens, rows, columns) in _refused
-
-
-@cache
-def _one(device: torch.device) -> Tensor:
-    """[] float32: the scale that changes nothing."""
-    return torch.ones((), device=device)
 
 
 @cache

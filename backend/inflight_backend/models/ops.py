@@ -25,8 +25,8 @@ class Ops:
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Activation]
-    add_rms_norm: Callable[[Any, Tensor, Tensor, float], tuple[Activation, Tensor]]
-    final_norm: Callable[[Any, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Activation, Tensor]]
+    final_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Activation]
     to_activation: Callable[[Tensor], Activation]
     make_linear: Callable[[Any, Tensor | None], Callable[[Any], Tensor]]
@@ -40,9 +40,6 @@ class Ops:
     ban_repeated_ngrams: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
     ban_words: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     mask_logits: Callable[[Tensor, Tensor], None]
-    norms_scale: bool = False
-    """True if ``add_rms_norm`` and ``final_norm`` also take what `layers.Fp8Linear.for_norm` gives
-    in place of a tensor."""
 
 
 def _identity(x: Tensor) -> Tensor:

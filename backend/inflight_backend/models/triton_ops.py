@@ -1,4 +1,4 @@
-"""The table of ops in the Triton language, and the linears of deterministic mode; needs triton.
+"""The table of ops in the Triton language, and its linears; needs triton.
 
 Deterministic mode makes these independent of the batch: every product of a layer and of the head
 (libraries pick tiles by the number of rows), the splits of the generation attention (they follow
@@ -14,22 +14,16 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from triton import knobs
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.layers import (
-    Fp8Linear,
-    Fp8Weight,
-    Parameter,
-    Quantized,
-    Unscaled,
-    quantize,
-)
+from inflight_backend.models.layers import Fp8Linear, Linear, Parameter, Quantized
 from inflight_backend.models.ops import TORCH_OPS, Ops
 from inflight_kernels.ops import adjust_logits as adjusting
 from inflight_kernels.ops import ban_tokens as banning
@@ -38,7 +32,7 @@ from inflight_kernels.ops import quantize_fp8 as quantize_module
 from inflight_kernels.ops import rms_norm as norms
 from inflight_kernels.ops import sample as sampling
 from inflight_kernels.ops import silu_mul as activation
-from inflight_kernels.ops.invariant_linear import invariant_linear
+from inflight_kernels.ops.invariant_linear import few_tokens, invariant_linear
 
 _PRIVATE = 0o700
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -85,18 +79,10 @@ def _rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Quantized:
 
 
 def _add_rms_norm_fp8(
-    x: Tensor | Unscaled, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Quantized, Tensor]:
-    x, x_scales = (x.values, x[1:]) if isinstance(x, Unscaled) else (x, None)
-    values, scales, residual = norms.add_rms_norm_fp8(x, residual, weight, eps, x_scales)
+    values, scales, residual = norms.add_rms_norm_fp8(x, residual, weight, eps)
     return Quantized(values, scales), residual
-
-
-def _final_norm(
-    x: Tensor | Unscaled, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    x, x_scales = (x.values, x[1:]) if isinstance(x, Unscaled) else (x, None)
-    return norms.add_rms_norm(x, residual, weight, eps, x_scales)
 
 
 def _silu_mul_fp8(gate_up: Tensor) -> Quantized:
@@ -107,69 +93,72 @@ def _quantize(x: Tensor) -> Quantized:
     return Quantized(*quantize_module.quantize_fp8(x))
 
 
-FP8_TRITON_OPS = replace(
-    TRITON_OPS,
-    rms_norm=_rms_norm_fp8,
-    add_rms_norm=_add_rms_norm_fp8,
-    final_norm=_final_norm,
-    norms_scale=True,
-    silu_mul=_silu_mul_fp8,
-    to_activation=_quantize,
-    make_linear=Fp8Linear,
-)
+class TritonLinear(Linear):
+    """`Linear`, by `invariant_linear` for few tokens, or in deterministic mode for all."""
 
+    __slots__ = ("_most_tokens", "_plain_weight")
 
-class InvariantLinear:
-    """See `layers.Linear`."""
-
-    __slots__ = ("_bias", "_weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight = weight.contiguous()
-        self._bias = bias
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, is_deterministic: bool
+    ) -> None:
+        super().__init__(weight, bias)
+        self._plain_weight = weight.contiguous()
+        self._most_tokens = sys.maxsize if is_deterministic else few_tokens(weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, columns] -> [num_tokens, rows]."""
-        return invariant_linear(x.contiguous(), self._weight, self._bias)
+        if len(x) > self._most_tokens:
+            return super().__call__(x)
+        return invariant_linear(x.contiguous(), self._plain_weight, self._bias)
 
 
-class InvariantFp8Linear:
-    """See `layers.Fp8Linear`."""
+class TritonFp8Linear(Fp8Linear):
+    """`Fp8Linear`, by `invariant_linear` for few tokens and where the library has no product, or in
+    deterministic mode for all."""
 
-    __slots__ = ("_bias", "_dtype", "_weight")
+    __slots__ = ("_most_tokens",)
 
-    def __init__(self, weight: Parameter, bias: Tensor | None = None) -> None:
-        if isinstance(weight, Tensor):
-            weight = Fp8Weight(quantize(weight), weight.dtype)
-        self._weight: Quantized = weight.rows
-        self._dtype: torch.dtype = weight.dtype
-        self._bias = bias
+    def __init__(
+        self, weight: Parameter, bias: Tensor | None = None, *, is_deterministic: bool
+    ) -> None:
+        super().__init__(weight, bias)
+        most = few_tokens(self._weight.values.dtype)
+        self._most_tokens = sys.maxsize if is_deterministic else most
 
     def __call__(self, x: Quantized) -> Tensor:
         """x [num_tokens, columns] -> [num_tokens, rows] in the dtype of the first weight."""
+        few = len(x.values) <= self._most_tokens
+        return self._without_library(x) if few else super().__call__(x)
+
+    def _without_library(self, x: Quantized) -> Tensor:
+        weight, scales = self._weight
         return invariant_linear(
             x.values,
-            self._weight.values,
+            weight,
             self._bias,
             x_scales=x.scales,
-            weight_scales=self._weight.scales,
+            weight_scales=scales,
             out_dtype=self._dtype,
         )
 
 
-def with_invariant_linears(ops: Ops, *, is_fp8: bool) -> Ops:
-    """``ops`` with these linears; the head is never FP8."""
-    make_linear = InvariantFp8Linear if is_fp8 else InvariantLinear
-    return replace(ops, make_linear=make_linear, make_head=InvariantLinear)
-
-
 def make_triton_ops(quantization: str, *, is_deterministic: bool) -> Ops:
-    """The table for a quantization ("none", "fp8"), with invariant linears in deterministic mode.
+    """The table for a quantization ("none", "fp8"); the head is never FP8.
 
     `ConfigurationError` if compiled kernels would lie where others can write.
     """
     check_kernel_cache()
-    ops = FP8_TRITON_OPS if quantization == "fp8" else TRITON_OPS
+    make_linear = partial(TritonLinear, is_deterministic=is_deterministic)
+    ops = replace(TRITON_OPS, make_linear=make_linear)
     if is_deterministic:
-        ops = with_invariant_linears(ops, is_fp8=quantization == "fp8")
+        ops = replace(ops, make_head=make_linear)
+    if quantization == "fp8":
+        ops = replace(
+            ops,
+            rms_norm=_rms_norm_fp8,
+            add_rms_norm=_add_rms_norm_fp8,
+            silu_mul=_silu_mul_fp8,
+            to_activation=_quantize,
+            make_linear=partial(TritonFp8Linear, is_deterministic=is_deterministic),
+        )
     return ops

@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
-from inflight_kernels.launch import dot, narrow, tuned_tile, unpack_fp8, wait_for_inputs
+from inflight_kernels.launch import dot, narrow, tuned_tile, unpack_fp8
 from inflight_kernels.paging import (
     cache_strides,
     check_attention,
@@ -232,7 +232,6 @@ def _paged_attention_generation_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    wait_for_inputs()
     kv_head, item = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0).to(tl.int64) // NUM_KV_HEADS
     row = tl.load(items_ptr + item * 4).to(tl.int64)
     if row < 0:
@@ -316,7 +315,6 @@ def _combine_splits_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """out = sum_s 2^(log_sum_s) partial_s / sum_s 2^(log_sum_s), rows with one split left alone."""
-    wait_for_inputs()
     head, entry = tl.program_id(0), tl.program_id(1)
     row = tl.load(split_rows_ptr + entry * 3).to(tl.int64)
     if row < 0:
@@ -476,7 +474,7 @@ def paged_attention_generation(
     common: dict[str, Any] = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
-        **launch.EARLY_OPTIONS,
+        **launch.LAUNCH_OPTIONS,
     }
     _paged_attention_generation_kernel[(num_kv_heads * num_items,)](
         out,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
-from inflight_kernels.launch import Argument, store_fp8_row, wait_for_inputs
+from inflight_kernels.launch import Argument, store_fp8_row
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -28,7 +28,6 @@ def _quantize_fp8_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < SIZE
@@ -57,6 +56,6 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             SIZE=size,
             BLOCK=block,
             num_warps=min(max(block // 512, 4), 16),
-            **launch.EARLY_OPTIONS,
+            **launch.LAUNCH_OPTIONS,
         )
     return out, scales

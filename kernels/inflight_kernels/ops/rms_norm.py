@@ -4,29 +4,23 @@
 
 ``round`` is to the dtype of x, as the checkpoints' own code does. With a residual, x is
 ``round(x + residual)``, which is returned too. One program per token; each number is read and
-written once. With scales, x is an FP8 product in float32 that still lacks those of its tokens and
-columns: ``round(x * token_scale * column_scale)`` is what is added, in the residual's dtype.
+written once.
 """
 
 from __future__ import annotations
-
-from typing import TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
 from inflight_kernels import launch
-from inflight_kernels.launch import Argument, narrow, store_fp8_row, wait_for_inputs
+from inflight_kernels.launch import Argument, narrow, store_fp8_row
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 
 # A row is held in registers: 64 float32 per thread at 16 warps.
 _MAX_HIDDEN = 32768
-
-Scales: TypeAlias = tuple[torch.Tensor, ...]
-"""Of tokens [T, 1] and of columns [hidden, 1], float32."""
 
 
 @triton.jit
@@ -37,26 +31,19 @@ def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
-    token_scales_ptr,  # [T] float32, with SCALED
-    column_scales_ptr,  # [HIDDEN] float32, with SCALED
     eps,
     stride_x,
     stride_residual,
     HIDDEN: tl.constexpr,
     ADD: tl.constexpr,
-    SCALED: tl.constexpr,
     QUANTIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < HIDDEN
     x = tl.load(x_ptr + row * stride_x + offs, mask=mask, other=0.0)
-    dtype = residual_ptr.dtype.element_ty
-    if SCALED:
-        columns = tl.load(column_scales_ptr + offs, mask=mask, other=0.0)
-        x = narrow(x * tl.load(token_scales_ptr + row) * columns, dtype)
+    dtype = x.dtype
     if ADD:
         residual = tl.load(residual_ptr + row * stride_residual + offs, mask=mask, other=0.0)
         x = narrow(x.to(tl.float32) + residual.to(tl.float32), dtype)
@@ -77,15 +64,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    x_scales: Scales | None = None,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of x + residual, x + residual), all [T, hidden] of one dtype; inputs are kept. With
-    ``x_scales``, of tokens [T, 1] and columns [hidden, 1], x is float32 and yet to be scaled."""
-    out, new_residual, _ = _launch(x, residual, weight, eps, x_scales, quantize=False)
+    """(norm of x + residual, x + residual), all [T, hidden] of one dtype; inputs are kept."""
+    out, new_residual, _ = _launch(x, residual, weight, eps, quantize=False)
     return out, new_residual
 
 
@@ -98,15 +80,10 @@ def rms_norm_fp8(
 
 
 def add_rms_norm_fp8(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    x_scales: Scales | None = None,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(norm of x + residual as float8_e4m3fn, its scales [T, 1] float32, x + residual);
-    ``x_scales`` as in `add_rms_norm`."""
-    out, new_residual, scales = _launch(x, residual, weight, eps, x_scales, quantize=True)
+    """(norm of x + residual as float8_e4m3fn, its scales [T, 1] float32, x + residual)."""
+    out, new_residual, scales = _launch(x, residual, weight, eps, quantize=True)
     return out, scales, new_residual
 
 
@@ -115,20 +92,17 @@ def _launch(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    x_scales: Scales | None = None,
     *,
     quantize: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, new residual, scales); the last two are empty unless asked for."""
-    token_scales, column_scales = x_scales or (None, None)
-    _check(x, residual, weight, token_scales, column_scales)
+    _check(x, residual, weight)
     num_tokens, hidden = x.shape
-    dtype = x.dtype if residual is None else residual.dtype
-    out_dtype = torch.float8_e4m3fn if quantize else dtype
+    out_dtype = torch.float8_e4m3fn if quantize else x.dtype
     out = torch.empty((num_tokens, hidden), dtype=out_dtype, device=x.device)
     scales = torch.empty((num_tokens if quantize else 0, 1), dtype=torch.float32, device=x.device)
     new_residual = torch.empty(
-        (0 if residual is None else num_tokens, hidden), dtype=dtype, device=x.device
+        (0 if residual is None else num_tokens, hidden), dtype=x.dtype, device=x.device
     )
     if num_tokens:
         block = launch.next_power_of_2(hidden)
@@ -139,43 +113,26 @@ def _launch(
             x,
             x if residual is None else residual,
             weight,
-            weight if token_scales is None else token_scales,
-            weight if column_scales is None else column_scales,
             eps,
             x.stride(0),
             0 if residual is None else residual.stride(0),
             HIDDEN=hidden,
             ADD=residual is not None,
-            SCALED=x_scales is not None,
             QUANTIZE=quantize,
             BLOCK=block,
             num_warps=min(max(block // 512, 4), 16),
-            **launch.EARLY_OPTIONS,
+            **launch.LAUNCH_OPTIONS,
         )
     return out, new_residual, scales
 
 
 @launch.once_in_a_row
-def _check(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    token_scales: torch.Tensor | None,
-    column_scales: torch.Tensor | None,
-) -> None:
+def _check(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
     """Raise ValueError, naming the argument, unless all fit one another."""
-    dtypes: tuple[torch.dtype, ...] = launch.FLOAT_DTYPES
-    residual_dtypes = dtypes
-    if token_scales is not None:
-        dtypes = (torch.float32,)
-    elif residual is not None:
-        residual_dtypes = (x.dtype,)
     hidden = launch.check_arguments(
-        Argument("x", x, ("T", "hidden"), dtypes, launch.check_rows),
-        Argument("residual", residual, ("T", "hidden"), residual_dtypes, launch.check_rows),
+        Argument("x", x, ("T", "hidden"), launch.FLOAT_DTYPES, launch.check_rows),
+        Argument("residual", residual, ("T", "hidden"), (x.dtype,), launch.check_rows),
         Argument("weight", weight, ("hidden",), launch.FLOAT_DTYPES),
-        Argument("token scales", token_scales, ("T", 1), (torch.float32,)),
-        Argument("column scales", column_scales, ("hidden", 1), (torch.float32,)),
     )["hidden"]
     if hidden > _MAX_HIDDEN:
         raise ValueError(f"x: rows may have up to {_MAX_HIDDEN} elements, got {hidden}")

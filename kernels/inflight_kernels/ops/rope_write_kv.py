@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
-from inflight_kernels.launch import Argument, narrow, to_fp8, wait_for_inputs
+from inflight_kernels.launch import Argument, narrow, to_fp8
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -102,7 +102,6 @@ def _rope_write_kv_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    wait_for_inputs()
     HALF: tl.constexpr = HEAD_DIM // 2
     QUERY_PROGRAMS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -245,6 +244,6 @@ def rope_write_kv(
         HEADS=heads,
         BLOCK=launch.next_power_of_2(head_dim // 2),
         num_warps=2,  # 8 heads of 64 pairs: one 16-byte access per thread and half
-        **launch.EARLY_OPTIONS,
+        **launch.LAUNCH_OPTIONS,
     )
     return out

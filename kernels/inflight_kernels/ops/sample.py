@@ -9,15 +9,14 @@ batch. Filters keep ``{x >= t}`` for a threshold t, which is the largest t such 
     top-p:  sum of exp(x) over x >= t   >=  p * (the same sum over what top-k kept)
 
 and is found digit by digit in the ordered bits of a float, only in rows that ask for the filter.
-For top-p, tokens so far below the best one that all of them together may be left out are left out
-at once: one pass copies the others, if they are few, and t is searched among these. Otherwise the
-first two of eight digits (sign and exponent) take a pass over the row each; one more copies the
-tokens that share them, if they are few (otherwise it is tried again with the third digit), and the
-remaining digits are searched among these. For min-p t is the best x plus log(min_p).
+First a bound that t reaches is taken from the maxima of groups of 64 tokens (k groups have a token
+above it, or what lies below it weighs too little for top-p), and only groups whose maximum reaches
+it are read, once per digit: of real answers few do. For min-p t is the best x plus log(min_p).
 
 Two launches. The first cuts each row into chunks, so that a small batch fills the machine, and
-leaves maximum, its index and the sum of exponentials of each; the second, one program per row,
-decides from those and reads again only the chunk it samples from (or the row, where it filters).
+leaves maximum, its index and the sum of exponentials of each, and the maxima of its groups; the
+second, one program per row, decides from those and reads again only the chunk it samples from, or
+where it filters the groups it has chosen.
 Logits of 16 bits are read as such: what is sampled is what their float32 twins would give.
 Sums are float32: a token differs from the float64 reference when the uniform number falls within
 about 1e-6 of a boundary.
@@ -40,7 +39,7 @@ def over_temperature(logits, is_token, temperature):
     """logits / temperature in float32, -inf where there is no token; exact division, so that ties
     are the reference's."""
     logits = logits.to(tl.float32)
-    x = tl.div_rn(logits, tl.zeros_like(logits) + temperature)
+    x = tl.div_rn(logits, tl.zeros_like(logits) + temperature) + 0.0  # -0.0 is 0.0 in its bits, too
     # A tiny temperature may overflow; what counts is the distance from the best token.
     x = tl.minimum(tl.maximum(x, -3.4028234663852886e38), 3.4028234663852886e38)
     return tl.where(is_token, x, -float("inf"))
@@ -70,25 +69,48 @@ def _is_in_question(bits, threshold, shift, floor):
 
 
 @triton.jit
-def _copy_in_question(
-    copied_ptr, num_places, logits_ptr, vocabulary, temperature, threshold, shift, floor, best,
-    least, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Copy the logits of the tokens in question that are ``best + least`` or more, in order, as far
-    as there are places; returns how many such tokens there are."""
-    number = 0
-    for first in range(0, vocabulary, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        is_token = offs < vocabulary
-        logits = tl.load(logits_ptr + offs, mask=is_token, other=-float("inf"))
-        x = over_temperature(logits, is_token, temperature)
-        is_copied = _is_in_question(ordered_bits(x), threshold, shift, floor) & is_token
-        is_copied &= x - best >= least  # the difference, not the sum, is exact where it matters
-        places = number + tl.cumsum(is_copied.to(tl.int32), axis=0) - 1
-        tl.store(copied_ptr + places, logits, mask=is_copied & (places < num_places))
-        number += tl.sum(is_copied.to(tl.int32), axis=0)
+def number_of_bits(bits):
+    """The float32 whose `ordered_bits` these are."""
+    is_positive = (bits >> 31) != 0
+    plain = tl.where(is_positive, bits ^ 0x80000000, ~bits)
+    return plain.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tokens_at(groups_ptr, positions, num_positions, vocabulary, GROUP: tl.constexpr):
+    """Tokens of the chosen groups, one group after the other; past the end ``vocabulary``."""
+    is_there = positions < num_positions
+    group = tl.load(groups_ptr + positions // GROUP, mask=is_there, other=0)
+    return tl.where(is_there, group * GROUP + positions % GROUP, vocabulary)
+
+
+@triton.jit
+def _find_bound(maxima, best, least_groups, most_below, GROUP: tl.constexpr):
+    """Ordered bits that a threshold reaches, cut off behind 20 of them: the largest such t that
+    ``least_groups`` maxima are t or more, and that tokens below t weigh ``most_below`` at most, in
+    exp(x - best). maxima [BLOCK_G]: of groups of tokens."""
+    bits = ordered_bits(maxima)
+    bound = tl.full([], 0, tl.uint32)
+    for step in range(20):
+        tried = bound | (tl.full([], 1, tl.uint32) << (31 - step))
+        reaches = bits >= tried
+        # Of a group that reaches t, all tokens but one may lie just below it.
+        most = tl.where(reaches, number_of_bits(tried), maxima)
+        below = GROUP * tl.sum(tl.exp(most - best), axis=0)
+        num_groups = tl.sum(reaches.to(tl.int32), axis=0)
+        bound = tl.where((num_groups >= least_groups) & (below <= most_below), tried, bound)
+    return bound
+
+
+@triton.jit
+def _choose_groups(groups_ptr, maxima, bound, num_groups, BLOCK_G: tl.constexpr):
+    """Write those groups [num_groups] whose maximum reaches ``bound``, in order; how many."""
+    groups = tl.arange(0, BLOCK_G)
+    is_chosen = (ordered_bits(maxima) >= bound) & (groups < num_groups)
+    places = tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
+    tl.store(groups_ptr + places, groups, mask=is_chosen)
     tl.debug_barrier()  # what one thread has written is read by others
-    return number
+    return tl.sum(is_chosen.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -132,39 +154,36 @@ def _sum_by_digit(sums):
 
 @triton.jit
 def find_threshold(
-    logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, target, least,
-    BY_MASS: tl.constexpr, TILE: tl.constexpr
+    logits_ptr, groups_ptr, num_positions, vocabulary, temperature, best, floor, target,
+    BY_MASS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Ordered bits of the largest t with measure(x >= t) >= target; 0 if rounding leaves none such.
+    """Ordered bits of the largest t with measure(x >= t) >= target, which is ``floor`` or more; no
+    more than ``floor`` if rounding leaves none such.
 
-    Measured are tokens whose ordered bits are at least ``floor``: counted, or, with BY_MASS,
-    exp(x - best) summed; then t is at least ``best + least``, and tokens below need not be read.
-    Each pass fixes four more bits of t, from the top. copied_ptr [num_places], of the logits'
-    dtype, is written.
+    Measured are tokens of the chosen groups whose ordered bits are at least ``floor``: counted, or,
+    with BY_MASS, exp(x - best) summed. Each pass fixes four more bits of t, from the first on that
+    ``floor`` and the best do not share.
     """
     digits = tl.arange(0, 16)
-    threshold = tl.full([], 0, tl.uint32)
+    top = ordered_bits(best)
+    num_shared = tl.full([], 0, tl.int32)
+    for step in tl.static_range(8):
+        num_shared += ((top ^ floor) >> (28 - 4 * step) == 0).to(tl.int32)
+    unknown = (32 - 4 * num_shared).to(tl.uint64)
+    threshold = ((top.to(tl.uint64) >> unknown) << unknown).to(tl.uint32)
     above = tl.full([], 0.0, tl.float32)  # measure of what lies over the digits in question
-    num_read = vocabulary
-    for step in range(8):
+    for step in range(num_shared, 8):
         shift = 28 - 4 * step
-        is_tried = (step == 2) | (step == 3) | ((step == 0) & BY_MASS)
-        if is_tried & (num_read == vocabulary):
-            num_left = _copy_in_question(
-                copied_ptr, num_places, logits_ptr, vocabulary, temperature, threshold, shift,
-                floor, best, least, 2 * TILE
-            )  # fmt: skip
-            if num_left <= num_places:
-                logits_ptr, num_read = copied_ptr, num_left
         # Summed per lane and only then across lanes: one reduction per pass.
         zero = tl.zeros([TILE], tl.float32)
         four = (zero, zero, zero, zero)
         sums = four + four + four + four
-        for first in range(0, num_read, TILE):
-            offs = first + tl.arange(0, TILE)
-            x = scaled(logits_ptr, offs, num_read, temperature)
+        for first in range(0, num_positions, TILE):
+            positions = first + tl.arange(0, TILE)
+            tokens = tokens_at(groups_ptr, positions, num_positions, vocabulary, GROUP)
+            x = scaled(logits_ptr, tokens, vocabulary, temperature)
             bits = ordered_bits(x)
-            counted = _is_in_question(bits, threshold, shift, floor) & (offs < num_read)
+            counted = _is_in_question(bits, threshold, shift, floor) & (tokens < vocabulary)
             weight = tl.exp(x - best) if BY_MASS else tl.full([TILE], 1.0, tl.float32)
             weight = tl.where(counted, weight, 0.0)
             digit = ((bits >> shift) & 15).to(tl.int32)
@@ -182,8 +201,7 @@ _MAX_CHUNK = 4096
 # Sixteen sums per element are held in registers while a threshold is searched.
 _MAX_TILE = 1024
 _MAX_VOCABULARY = 2**20
-# Share of a row that may be copied for the lower digits of a threshold; more stay where they are.
-_COPIED_SHARE = 8
+_GROUP = 64  # tokens: so few that most of a group that is read counts, so many that maxima are few
 
 
 @triton.jit
@@ -212,12 +230,14 @@ def _chunk_kernel(
     maxima_ptr,  # [N, num_chunks] float32; +inf where a chunk holds a NaN
     tokens_ptr,  # [N, num_chunks] int32: index of the maximum
     sums_ptr,  # [N, num_chunks] float32: sum of exp(logit / temperature - maximum / temperature)
+    group_maxima_ptr,  # [N, num_chunks * CHUNK / GROUP] float32
     logits_ptr,
     temperature_ptr,
     vocabulary,
     stride_logits,
     stride_temperature,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -232,52 +252,56 @@ def _chunk_kernel(
     tl.store(tokens_ptr + slot, chunk * CHUNK + index)
     temperature = tl.load(temperature_ptr + row * stride_temperature)
     if temperature > 0:
+        per_chunk: tl.constexpr = CHUNK // GROUP
+        of_groups = tl.max(tl.reshape(logits, [per_chunk, GROUP]), axis=1)
+        tl.store(group_maxima_ptr + slot * per_chunk + tl.arange(0, per_chunk), of_groups)
         x = scaled(logits_ptr, offs, vocabulary, temperature)
         tl.store(sums_ptr + slot, tl.sum(tl.exp(x - tl.max(x, axis=0)), axis=0))
 
 
 @triton.jit
 def _filter_floor(
-    logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, mass, top_k, top_p,
-    TILE: tl.constexpr
+    logits_ptr, groups_ptr, num_positions, vocabulary, temperature, best, floor, mass, top_k, top_p,
+    GROUP: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Ordered bits below which the row's filters drop a token; 0 keeps all."""
-    floor = tl.full([], 0, tl.uint32)
+    """Ordered bits below which top-k and top-p drop a token, ``floor`` or more; 0 keeps all."""
     if top_k > 0:
         wanted = tl.minimum(top_k, vocabulary).to(tl.float32)
         floor = find_threshold(
-            logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, wanted,
-            -float("inf"), False, TILE
+            logits_ptr, groups_ptr, num_positions, vocabulary, temperature, best, floor, wanted,
+            False, GROUP, TILE
         )  # fmt: skip
     if (top_p > 0) & (top_p < 1):
         if top_k > 0:
             lanes = tl.zeros([TILE], tl.float32)
-            for first in range(0, vocabulary, TILE):
-                x = scaled(logits_ptr, first + tl.arange(0, TILE), vocabulary, temperature)
+            for first in range(0, num_positions, TILE):
+                positions = first + tl.arange(0, TILE)
+                tokens = tokens_at(groups_ptr, positions, num_positions, vocabulary, GROUP)
+                x = scaled(logits_ptr, tokens, vocabulary, temperature)
                 lanes += tl.where(ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
             mass = tl.sum(lanes, axis=0)
-        # What lies further below the best token than this has a tenth of the mass that may be left
-        # out, even if that is all tokens.
-        least = tl.log(0.1 * (1.0 - top_p) * mass / vocabulary)
         floor = tl.maximum(floor, find_threshold(
-            logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, top_p * mass,
-            least, True, TILE
+            logits_ptr, groups_ptr, num_positions, vocabulary, temperature, best, floor,
+            top_p * mass, True, GROUP, TILE
         ))  # fmt: skip
     return floor
 
 
 @triton.jit
 def _draw(
-    logits_ptr, vocabulary, temperature, best, floor, sums, noise, CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr
+    logits_ptr, groups_ptr, num_positions, vocabulary, temperature, best, floor, sums, noise,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
     """First token whose cumulative weight exceeds noise times the total, and its log probability.
-    sums [BLOCK_C]: weight of each chunk without filters; with a floor they are taken again."""
+    sums [BLOCK_C]: weight of each chunk without filters; with a floor they are taken again, of the
+    chosen groups alone."""
     chunks = tl.arange(0, BLOCK_C)
     if floor > 0:
         sums = tl.zeros_like(sums)
-        for first in range(0, vocabulary, CHUNK):
-            x = scaled(logits_ptr, first + tl.arange(0, CHUNK), vocabulary, temperature)
+        for first in range(0, num_positions, CHUNK):
+            positions = first + tl.arange(0, CHUNK)
+            tokens = tokens_at(groups_ptr, positions, num_positions, vocabulary, GROUP)
+            x = scaled(logits_ptr, tokens, vocabulary, temperature)
             weight = tl.where(ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
             sums = tl.where(chunks == first // CHUNK, tl.sum(weight, axis=0), sums)
     total = tl.sum(sums, axis=0)
@@ -288,14 +312,16 @@ def _draw(
     chunk = tl.minimum(tl.sum((cumulative <= wanted).to(tl.int32), axis=0), last)
     wanted -= tl.sum(tl.where(chunks < chunk, sums, 0.0), axis=0)
 
-    offs = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = scaled(logits_ptr, offs, vocabulary, temperature)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    if floor > 0:
+        tokens = tokens_at(groups_ptr, tokens, num_positions, vocabulary, GROUP)
+    x = scaled(logits_ptr, tokens, vocabulary, temperature)
     weight = tl.where(ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
     is_beyond = (tl.cumsum(weight, axis=0) > wanted) & (weight > 0)
-    first_beyond = tl.min(tl.where(is_beyond, offs, vocabulary), axis=0)
-    last = tl.max(tl.where(weight > 0, offs, 0), axis=0)
+    first_beyond = tl.min(tl.where(is_beyond, tokens, vocabulary), axis=0)
+    last = tl.max(tl.where(weight > 0, tokens, 0), axis=0)
     token = tl.where(first_beyond < vocabulary, first_beyond, last)
-    return token, tl.sum(tl.where(offs == token, x - best, 0.0), axis=0) - tl.log(total)
+    return token, tl.sum(tl.where(tokens == token, x - best, 0.0), axis=0) - tl.log(total)
 
 
 @triton.jit(
@@ -320,10 +346,11 @@ def _draw(
 def _sample_kernel(
     out_ptr,  # [N] int64
     log_probs_ptr,  # [N] float32
-    copied_ptr,  # [N, num_places] like logits: for the search of thresholds
+    groups_ptr,  # [N, num_groups] int32: those chosen are written
     maxima_ptr,
     tokens_ptr,
     sums_ptr,
+    group_maxima_ptr,
     logits_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -333,7 +360,7 @@ def _sample_kernel(
     vocabulary,
     stride_logits,
     num_chunks,
-    num_places,
+    num_groups,
     min_p_ptr,  # read with HAS_MIN_P only
     stride_temperature,
     stride_top_k,
@@ -342,8 +369,10 @@ def _sample_kernel(
     stride_min_p,
     HAS_MIN_P: tl.constexpr,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, BLOCK_C)
@@ -371,18 +400,37 @@ def _sample_kernel(
         top = tl.max(tl.where(present, best, -float("inf")), axis=0)
         sums = tl.where(present, sums * tl.exp(best - top), 0.0)
         mass = tl.sum(sums, axis=0)
-        floor = _filter_floor(
-            logits_ptr, copied_ptr + row * num_places, num_places, vocabulary, temperature, top,
-            mass, top_k, top_p, TILE
-        )  # fmt: skip
+        has_top_p = (top_p > 0) & (top_p < 1)
+        floor = tl.full([], 0, tl.uint32)
         if HAS_MIN_P:
             least = ordered_bits(top + tl.log(tl.where(min_p > 0, min_p, 1.0)))
-            floor = tl.maximum(floor, tl.where(min_p > 0, least, 0))
+            floor = tl.where(min_p > 0, least, 0)
+        groups_ptr += row * num_groups
+        num_positions = 0
+        if (top_k > 0) | has_top_p | (floor > 0):
+            groups = tl.arange(0, BLOCK_G)
+            is_group = groups < num_groups
+            of_groups = tl.load(
+                group_maxima_ptr + row * num_groups + groups, mask=is_group, other=-float("inf")
+            )
+            of_groups = over_temperature(of_groups, is_group, temperature)
+            bound = floor
+            if (top_k > 0) | has_top_p:
+                # What top-k keeps is enough for top-p, too. A tenth is left for rounding.
+                most_below = tl.where(top_k > 0, float("inf"), 0.9 * (1.0 - top_p) * mass)
+                bound = _find_bound(of_groups, top, top_k, most_below, GROUP)
+            chosen = _choose_groups(groups_ptr, of_groups, bound, num_groups, BLOCK_G)
+            num_positions = chosen * GROUP
+            floor = tl.maximum(floor, _filter_floor(
+                logits_ptr, groups_ptr, num_positions, vocabulary, temperature, top, bound, mass,
+                top_k, top_p, GROUP, TILE
+            ))  # fmt: skip
         seed = tl.load(seeds_ptr + row * stride_seeds)
         noise = _uniform(seed, tl.load(positions_ptr + row))
         drawn, log_prob = _draw(
-            logits_ptr, vocabulary, temperature, top, floor, sums, noise, CHUNK, BLOCK_C
-        )
+            logits_ptr, groups_ptr, num_positions, vocabulary, temperature, top, floor, sums,
+            noise, GROUP, CHUNK, BLOCK_C
+        )  # fmt: skip
         token = drawn.to(tl.int64)
     tl.store(out_ptr + row, tl.where(is_finite, token, -1))
     tl.store(log_probs_ptr + row, tl.where(is_finite, log_prob, float("nan")))
@@ -429,28 +477,33 @@ def sample_with_log_probs(
         (2, num_rows, num_chunks), dtype=torch.float32, device=logits.device
     ).unbind()
     tokens = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
-    num_places = vocabulary // (16 * _COPIED_SHARE) * 16  # so that each row begins aligned
-    copied = torch.empty((num_rows, num_places), dtype=logits.dtype, device=logits.device)
+    group = min(chunk, _GROUP)
+    num_groups = num_chunks * (chunk // group)
+    group_maxima = torch.empty((num_rows, num_groups), dtype=torch.float32, device=logits.device)
+    groups = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
     _chunk_kernel[(num_chunks, num_rows)](
         maxima,
         tokens,
         sums,
+        group_maxima,
         logits,
         temperature,
         vocabulary,
         logits.stride(0),
         temperature.stride(0),
         CHUNK=chunk,
+        GROUP=group,
         num_warps=8,
         **launch.LAUNCH_OPTIONS,
     )
     _sample_kernel[(num_rows,)](
         out,
         log_probs,
-        copied,
+        groups,
         maxima,
         tokens,
         sums,
+        group_maxima,
         logits,
         temperature,
         top_k,
@@ -460,7 +513,7 @@ def sample_with_log_probs(
         vocabulary,
         logits.stride(0),
         num_chunks,
-        num_places,
+        num_groups,
         min_p_or_any,
         temperature.stride(0),
         top_k.stride(0),
@@ -469,8 +522,10 @@ def sample_with_log_probs(
         min_p_or_any.stride(0),
         HAS_MIN_P=min_p is not None,
         CHUNK=chunk,
+        GROUP=group,
         TILE=min(chunk, _MAX_TILE),
         BLOCK_C=launch.next_power_of_2(num_chunks),
+        BLOCK_G=launch.next_power_of_2(num_groups),
         num_warps=16,
         **launch.LAUNCH_OPTIONS,
     )

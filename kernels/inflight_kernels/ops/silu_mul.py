@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
-from inflight_kernels.launch import Argument, narrow, store_fp8_row, wait_for_inputs
+from inflight_kernels.launch import Argument, narrow, store_fp8_row
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -31,7 +31,6 @@ def _silu_mul_kernel(
     QUANTIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < SIZE
@@ -59,7 +58,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
             SIZE=size,
             QUANTIZE=False,
             BLOCK=_BLOCK,
-            **launch.EARLY_OPTIONS,
+            **launch.LAUNCH_OPTIONS,
         )
     return out
 
@@ -85,7 +84,7 @@ def silu_mul_fp8(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             QUANTIZE=True,
             BLOCK=block,
             num_warps=min(max(block // 1024, 4), 16),
-            **launch.EARLY_OPTIONS,
+            **launch.LAUNCH_OPTIONS,
         )
     return out, scales
 

@@ -115,7 +115,7 @@ def test_sizes(most: int, slots: int, expected: list[tuple[int, int, int]]) -> N
 
 
 def test_sizes_are_few_and_waste_little() -> None:
-    assert len(mixed_sizes(512, 256)) == 24
+    assert (len(mixed_sizes(512, 256)), len(mixed_sizes(1024, 256))) == (24, 32)
     tokens = [0, *sorted({each.num_tokens for each in mixed_sizes(8192, 256)})]
     assert tokens[-1] == 8192
     assert len(tokens) < 45

@@ -34,8 +34,8 @@ def engine(checkpoint: Callable[..., Path]) -> Iterator[Engine]:
     )
     with pytest.MonkeyPatch.context() as patch:  # less to interpret; any tile and split will do
         patch.setattr(triton_attention, "DETERMINISTIC_SPLITS", 2)
-        patch.setattr(invariant_linear, "_BLOCK_T", 16)
-        patch.setattr(invariant_linear, "_BLOCK_R", 32)
+        small = invariant_linear.Tile(tokens=16, rows=32, columns=64, num_stages=4, num_warps=4)
+        patch.setattr(invariant_linear, "choose_tile", lambda *_: small)
         yield Engine.load(checkpoint(head_dim=16), config)
 
 

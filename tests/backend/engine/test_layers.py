@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from inflight_backend.models import layers
-from inflight_backend.models.config import ModelConfig
-from inflight_backend.models.decoder import Decoder
-from inflight_backend.models.layers import Fp8Linear, Linear, Parameter, is_scaled_apart, quantize
-from inflight_backend.models.parameters import decoder_parameters
-from inflight_backend.models.triton_ops import FP8_TRITON_OPS
+from inflight_backend.models import layers, triton_ops
+from inflight_backend.models.layers import Fp8Linear, Linear, Quantized, is_refused, quantize
+from inflight_backend.models.triton_ops import TritonFp8Linear, TritonLinear
 
 ROWS, COLUMNS = 48, 96
 
@@ -27,7 +22,6 @@ class Library:
         self.most_refused = most_refused
         self.message = message
         self.num_asked = 0
-        self.num_tensor_wise = 0
 
     def __call__(
         self,
@@ -41,13 +35,10 @@ class Library:
         use_fast_accum: bool,
     ) -> Tensor:
         assert use_fast_accum
-        if scale_a.numel() == scale_b.numel() == 1 and len(x) > 1:
-            self.num_tensor_wise += 1
-        else:
-            self.num_asked += 1
-            assert (scale_a.shape, scale_b.shape) == ((len(x), 1), (1, weight.shape[1]))
-            if len(x) <= self.most_refused:
-                raise RuntimeError(f"CUDA error: {self.message} when calling `cublasLtMatmul`")
+        self.num_asked += 1
+        assert (scale_a.shape, scale_b.shape) == ((len(x), 1), (1, weight.shape[1]))
+        if len(x) <= self.most_refused:
+            raise RuntimeError(f"CUDA error: {self.message} when calling `cublasLtMatmul`")
         product = (x.float() @ weight.float()) * scale_a * scale_b
         return (product if bias is None else product + bias).to(out_dtype)
 
@@ -59,12 +50,16 @@ def _nothing_was_refused() -> Iterator[None]:
     layers._refused.clear()
 
 
-def product(linear: Fp8Linear, x: Tensor) -> Tensor:
-    return linear._product(quantize(x))
+class CudaLinear(TritonFp8Linear):
+    """Products as on a GPU."""
+
+    def __call__(self, x: Quantized) -> Tensor:
+        product = None if len(x.values) <= self._most_tokens else self._library_product(x)
+        return self._without_library(x) if product is None else product
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_scales_are_multiplied_in_behind_what_is_refused(
+def test_what_the_library_refuses_is_made_without_it(
     monkeypatch: pytest.MonkeyPatch, has_bias: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = Library(most_refused=8)
@@ -72,54 +67,44 @@ def test_scales_are_multiplied_in_behind_what_is_refused(
     torch.manual_seed(0)
     weight = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16)
     bias = torch.randn(ROWS, dtype=torch.bfloat16) if has_bias else None
-    linear = Fp8Linear(weight, bias)
+    linear, plain = CudaLinear(weight, bias, is_deterministic=False), Fp8Linear(weight, bias)
     few, many = (torch.randn(count, COLUMNS, dtype=torch.bfloat16) for count in (5, 9))
     for _ in range(3):
         for x in (few, many):
-            found = product(linear, x)
+            found = linear(quantize(x))
             assert found.dtype == torch.bfloat16
-            torch.testing.assert_close(found, linear(quantize(x)), rtol=1e-2, atol=1e-2)
-    assert library.num_tensor_wise == 3
+            torch.testing.assert_close(found, plain(quantize(x)), rtol=1e-2, atol=1e-2)
     assert library.num_asked == 1 + 3, "a shape is asked for once"
-    assert is_scaled_apart(5, ROWS, COLUMNS)
-    assert not is_scaled_apart(9, ROWS, COLUMNS)
+    assert is_refused(5, ROWS, COLUMNS)
+    assert not is_refused(9, ROWS, COLUMNS)
     assert caplog.text.count("no FP8 product") == 1
 
 
-def test_a_norm_takes_what_is_refused_without_its_scales(
-    monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path]
-) -> None:
-    """The layers of a decoder, products as on a GPU: with every shape refused nothing multiplies
-    scales but the norms, and the answer is the one of a library that takes them."""
-    model = ModelConfig.from_folder(checkpoint(head_dim=16, intermediate_size=64))
-    monkeypatch.setattr(Fp8Linear, "__call__", Fp8Linear._product)
-    monkeypatch.setattr(Fp8Linear, "for_norm", Fp8Linear._product_for_norm)
-    attention = SimpleNamespace(attend=lambda _, heads, *__: heads[:, : model.num_heads].clone())
-
-    def forward(library: Library) -> Tensor:
-        layers._refused.clear()
-        monkeypatch.setattr(torch, "_scaled_mm", library)
-        torch.manual_seed(0)
-        parameters: dict[str, Parameter] = {
-            spec.name: torch.randn(spec.shape, dtype=torch.bfloat16) / 8
-            for spec in decoder_parameters(model)
-        }
-        decoder = Decoder(model, parameters, FP8_TRITON_OPS)
-        tokens, rows = torch.arange(5), torch.tensor([1, 4])
-        return decoder.forward(tokens, attention, rows)
-
-    library = Library(most_refused=8)
-    expected, found = forward(Library(most_refused=0)), forward(library)
-    assert library.num_tensor_wise == 4 * model.num_layers
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+def test_few_tokens_do_not_ask_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    library = Library(most_refused=0)
+    monkeypatch.setattr(torch, "_scaled_mm", library)
+    monkeypatch.setattr(Linear, "__call__", lambda _, x: asked.append(len(x)))
+    monkeypatch.setattr(triton_ops, "few_tokens", lambda _: 16)
+    weight = torch.randn(ROWS, COLUMNS)
+    plain, fp8 = (
+        TritonLinear(weight, is_deterministic=False),
+        CudaLinear(weight, is_deterministic=False),
+    )
+    for count in (1, 16, 17):
+        x = torch.randn(count, COLUMNS)
+        plain(x)
+        fp8(quantize(x))
+    assert asked == [17]
+    assert library.num_asked == 1
 
 
 def test_other_errors_of_the_device_stay_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", Library(8, "an illegal memory access"))
-    linear = Fp8Linear(torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16))
+    linear = CudaLinear(torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16), is_deterministic=False)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        product(linear, torch.randn(5, COLUMNS, dtype=torch.bfloat16))
-    assert not is_scaled_apart(5, ROWS, COLUMNS)
+        linear(quantize(torch.randn(5, COLUMNS, dtype=torch.bfloat16)))
+    assert not is_refused(5, ROWS, COLUMNS)
 
 
 @pytest.mark.parametrize(
