@@ -25,7 +25,7 @@ install: $(SERVER)  ## set up the server and the client in .venv
 demo: $(SERVER)  ## start a server, stream four counts side by side, stop one, shut down
 	@$(BIN)/inflight demo
 
-serve: $(SERVER)  ## serve the demo model, or MODEL=folder; more options in ARGS='--http-port 9000'
+serve: $(SERVER)  ## serve the demo model, or MODEL=folder or a name on the Hub; more options in ARGS='--http-port 9000'
 	@exec $(BIN)/inflight serve $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: lint  ## every feature once, and the style, in five minutes; PYTEST_ARGS='-n 0 -k name' passes options to pytest
