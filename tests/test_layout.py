@@ -169,7 +169,7 @@ def test_constraints_pin_everything_that_is_installed() -> None:
     for name, requirement in pinned.items():
         [specifier] = requirement.specifier
         assert specifier.operator == "==", f"{name} is not pinned to one version"
-    extras = frozenset({"server", "embedded", "gpu", "guided", "openai", "dev"})
+    extras = frozenset({"server", "embedded", "gpu", "guided", "openai", "hub", "smollm2", "dev"})
     needed = requirements_of("inflight", extras) - {"inflight"}
     assert needed - set(pinned) == set()
 

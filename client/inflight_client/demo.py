@@ -45,7 +45,8 @@ _POLL_SECONDS = 0.1
 _NEXT = """\
 What to type next:
   inflight serve                                  keep a server running (the demo model)
-  inflight serve --model FOLDER                   serve a Hugging Face checkpoint
+  inflight serve --model smollm2-135m             serve a small one that speaks English
+  inflight serve --model FOLDER                   serve a checkpoint, or ORG/NAME on the Hub
   inflight generate "1 2 3" --max-tokens 40       talk to it from another terminal
   inflight stats --follow                         watch it work"""
 

@@ -119,18 +119,23 @@ class ChatTemplate:
         return word in self._source
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt that asks for the next message; `ValueError` if the template refuses them, or
         needs more time or memory than there is.
 
-        ``variables``: others of the template, such as Qwen3's ``enable_thinking``.
+        ``variables``: others of the template, such as Qwen3's ``enable_thinking``. ``tools``:
+        what the model may call, as in OpenAI's API.
         """
         try:
             worker = self._idle.pop()
         except IndexError:
             worker = _Worker(self._setup)
-        answer = worker.ask({"messages": messages, "variables": variables or {}})
+        question = {"messages": messages, "variables": variables or {}, "tools": tools}
+        answer = worker.ask(question)
         self._idle.append(worker)
         if "error" in answer:
             raise ValueError(answer["error"])
@@ -171,22 +176,51 @@ class _Worker:
         return answer
 
 
-def find_template(files: Mapping[str, str]) -> ChatTemplate | None:
-    """The template among the tokenizer's files; None if there is none.
+_DEFAULT = "default"
+_FOR_TOOLS = "tool_use"
+_FOLDER = "additional_chat_templates/"
 
-    ``chat_template.jinja`` comes before the key ``chat_template`` of ``tokenizer_config.json``,
-    whose value is a template or a list of named ones.
+
+def find_templates(files: Mapping[str, str]) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    """The template among the tokenizer's files, and that for messages with tools: another where
+    one is named ``tool_use``. None if there is none.
+
+    As for `transformers`, ``chat_template.jinja`` and the folder of named ones come before the key
+    ``chat_template`` of ``tokenizer_config.json``, whose value is a template or a list of named
+    ones; last comes ``chat_template.json`` of models that see.
     """
-    config = read_object(files, "tokenizer_config.json")
-    source: Any = files.get("chat_template.jinja") or config.get("chat_template")
-    if isinstance(source, list):
-        named = {
-            each.get("name"): each.get("template") for each in source if isinstance(each, dict)
-        }
-        source = named.get("default")
-    if not isinstance(source, str):
-        return None
-    return ChatTemplate(source, special_tokens(files))
+    named = _templates_in_files(files)
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        named = named or _named_templates(read_object(files, name).get("chat_template"))
+    common = special_tokens(files)
+    default, for_tools = (
+        ChatTemplate(named[name], common) if name in named else None
+        for name in (_DEFAULT, _FOR_TOOLS)
+    )
+    return default, for_tools or default
+
+
+def _templates_in_files(files: Mapping[str, str]) -> dict[str, str]:
+    named = {
+        name.removeprefix(_FOLDER).removesuffix(".jinja"): text
+        for name, text in files.items()
+        if name.startswith(_FOLDER)
+    }
+    if text := files.get("chat_template.jinja"):
+        named[_DEFAULT] = text
+    return named
+
+
+def _named_templates(value: Any) -> dict[str, str]:
+    """By name; a single one is the default."""
+    if isinstance(value, str):
+        return {_DEFAULT: value}
+    entries = [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return {
+        str(each.get("name")): each["template"]
+        for each in entries
+        if isinstance(each.get("template"), str)
+    }
 
 
 def special_tokens(files: Mapping[str, str]) -> dict[str, str]:
@@ -235,7 +269,8 @@ def _work() -> None:
     _answer(compile_source, setup["seconds"])
     for line in sys.stdin:
         question = json.loads(line)
-        own = {**common, **question["variables"], "messages": question["messages"]}
+        own = common | question["variables"]
+        own |= {name: question[name] for name in ("messages", "tools")}
         _answer(partial(template.render, own), setup["seconds"])
 
 

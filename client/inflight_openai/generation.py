@@ -281,7 +281,9 @@ def _thinking(body: Body) -> dict[str, Any]:
 
 
 def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {
+        _FIELD_TO_TENSOR[field]: value for field, value in reader.default_sampling.items()
+    }
     for field, tensor in _FIELD_TO_TENSOR.items():
         if (value := getattr(body, field)) is not None:
             values[tensor] = value

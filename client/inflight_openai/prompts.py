@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from inflight_client.errors import InvalidArgument
 from inflight_openai.chat import (
     ChatTemplate,
-    find_template,
+    find_templates,
     for_template,
     special_tokens,
     with_objects,
@@ -89,14 +89,22 @@ class PromptReader:
     """The model as clients see it: its name, limits, tokenizer and chat template."""
 
     def __init__(
-        self, name: str, limits: Limits, tokenizer: Any, template: ChatTemplate | None
+        self,
+        name: str,
+        limits: Limits,
+        tokenizer: Any,
+        template: ChatTemplate | None,
+        tool_template: ChatTemplate | None,
+        default_sampling: Mapping[str, float],
     ) -> None:
         self.name = name
         self.limits = limits
+        self.default_sampling = default_sampling
         self.token: TokenOf = TokenReader(tokenizer)
         self._tokenizer = tokenizer
         self._template = template
-        if template is not None:
+        self._tool_template = tool_template
+        if template is not None or tool_template is not None:
             self._special = SpecialTokens(tokenizer)
 
     @property
@@ -123,21 +131,23 @@ class PromptReader:
         self,
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         *,
         add_special_tokens: bool = False,
     ) -> list[int]:
         """The ids of a chat; only the template writes special tokens. ``variables``: others of
-        the template."""
-        if self._template is None:
+        the template. ``tools``: those that the model may call."""
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise ApiError(
                 400,
                 "the model has no chat template: use /v1/completions, "
                 "or start inflight openai with --chat-template",
                 "messages",
             )
-        messages = for_template(messages, self._template.knows)
+        messages = for_template(messages, template.knows)
         try:
-            text, marks = self._render(self._template, messages, variables or {})
+            text, marks = self._render(template, messages, variables or {}, tools)
         except ValueError as error:
             raise bad_field("messages", f"refused by the chat template: {error}") from None
         except RecursionError:
@@ -157,17 +167,18 @@ class PromptReader:
         template: ChatTemplate,
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
     ) -> tuple[str, Marks | None]:
         """Arguments of tool calls are objects, as most templates expect, or else as they were sent
         (DeepSeek's template joins the text); `ValueError` if the template refuses both."""
         with_arguments = with_objects(messages)
         try:
-            return self._render_marked(template, with_arguments, variables)
+            return self._render_marked(template, with_arguments, variables, tools)
         except ValueError as error:
             if with_arguments is messages:
                 raise
             try:
-                return self._render_marked(template, messages, variables)
+                return self._render_marked(template, messages, variables, tools)
             except ValueError:
                 raise error from None
 
@@ -176,18 +187,20 @@ class PromptReader:
         template: ChatTemplate,
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
     ) -> tuple[str, Marks | None]:
         """The text, and the marks in it, if it needs any."""
-        marks = self._special.marks_for([*messages, variables])
+        marks = self._special.marks_for([*messages, variables, tools])
         if marks is None:
-            return template.render(messages, variables), None
+            return template.render(messages, variables, tools or None), None
         marked = [
             self._special.mark(
                 message, marks, template.separators if message["role"] == "assistant" else _NONE
             )
             for message in messages
         ]
-        text = template.render(marked, self._special.mark(variables, marks))
+        marked_tools = self._special.mark(tools, marks) or None
+        text = template.render(marked, self._special.mark(variables, marks), marked_tools)
         return self._special.unescaped(text, marks), marks
 
 
@@ -198,7 +211,7 @@ def make_prompt_reader(
     files = description["files"]
     if "tokenizer.json" not in files:
         raise InvalidArgument(
-            "the server's model has no tokenizer.json: it serves token ids only, not text."
+            "the server's model has no tokenizer: it serves token ids only, not text."
         )
     try:
         tokenizer = Tokenizer.from_str(files["tokenizer.json"])
@@ -214,10 +227,17 @@ def make_prompt_reader(
         tuple(map(int, description.get("stop_token_ids", ()))),  # none from older servers
     )
     if chat_template is None:
-        template = find_template(files)
+        template, tool_template = find_templates(files)
     else:
-        template = ChatTemplate(_read_text(chat_template), special_tokens(files))
-    return PromptReader(served_name or str(description["model"]), limits, tokenizer, template)
+        template = tool_template = ChatTemplate(_read_text(chat_template), special_tokens(files))
+    return PromptReader(
+        served_name or str(description["model"]),
+        limits,
+        tokenizer,
+        template,
+        tool_template,
+        description.get("default_sampling", {}),  # none from older servers
+    )
 
 
 def _read_text(path: Path) -> str:

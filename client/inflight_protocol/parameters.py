@@ -34,7 +34,21 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "how requests are batched",
     ),
     ParameterSpec("gpt_model_path", "str", "", "Hugging Face checkpoint folder"),
-    ParameterSpec("tokenizer_dir", "str", "", "folder of tokenizer.json; default: the checkpoint"),
+    ParameterSpec("tokenizer_dir", "str", "", "folder of the tokenizer; default: the checkpoint"),
+    _choice(
+        "generation_config",
+        "auto",
+        ("auto", "none"),
+        "requests with text that name no sampling settings have those of the checkpoint's "
+        "generation_config.json; none: the defaults of the inputs",
+    ),
+    ParameterSpec(
+        "default_sampling",
+        "str",
+        "",
+        "settings that come before those of generation_config.json, as JSON: "
+        '{"temperature": 0.7, "top_p": 0.9}',
+    ),
     _choice(
         "batch_scheduler_policy",
         "guaranteed_no_evict",

@@ -21,7 +21,9 @@ from inflight_server.serve.settings import DEMO_MODEL
 CONFIG = EngineConfig(device="cpu", max_batch_size=2, max_tokens_in_paged_kv_cache=64)
 LIMITS = RequestLimits(258, 100, 200, exclude_input_in_output=False, refusal_reason=lambda _: None)
 INDEX = "model.safetensors.index.json"
-NAMES = sorted({"config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES})
+NAMED_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+TOLD = {*TOKENIZER_FILES, NAMED_TEMPLATE}
+NAMES = sorted({"config.json", "generation_config.json", "model.safetensors", *TOLD})
 
 
 def load(folder: Path) -> dict[str, str]:
@@ -37,9 +39,12 @@ def load(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the demo model with one more file, in which all that may be read is read."""
+    """A copy of the demo model with more files, in which all that may be read is read."""
     copy = shutil.copytree(DEMO_MODEL, tmp_path / "model")
-    (copy / "special_tokens_map.json").write_text("{}")
+    for name in ("special_tokens_map.json", "chat_template.json"):
+        (copy / name).write_text("{}")
+    (copy / NAMED_TEMPLATE).parent.mkdir()
+    (copy / NAMED_TEMPLATE).write_text("t")
     config = json.loads((copy / "tokenizer_config.json").read_text())
     del config["eos_token"]
     (copy / "tokenizer_config.json").write_text(json.dumps(config))
@@ -64,7 +69,7 @@ def test_a_link_that_leaves_the_folder_is_refused(folder: Path, tmp_path: Path, 
 
 
 @pytest.mark.case(106)
-@pytest.mark.parametrize("name", TOKENIZER_FILES)
+@pytest.mark.parametrize("name", sorted(TOLD))
 def test_a_link_made_after_the_load_is_not_told(folder: Path, tmp_path: Path, name: str) -> None:
     description = ModelInfo("m", folder, LIMITS, None)
     outside = (folder / name).rename(tmp_path / "outside")
@@ -81,16 +86,17 @@ def test_a_snapshot_of_a_hub_cache_is_served(folder: Path, tmp_path: Path) -> No
     snapshot.mkdir(parents=True)
     for number, name in enumerate(NAMES):
         (folder / name).rename(blobs / str(number))
-        (snapshot / name).symlink_to(Path("../../blobs") / str(number))
-    assert set(load(snapshot)) == set(TOKENIZER_FILES)
+        (snapshot / name).parent.mkdir(exist_ok=True)
+        (snapshot / name).symlink_to(os.path.relpath(blobs / str(number), (snapshot / name).parent))
+    assert set(load(snapshot)) == TOLD
 
 
 def test_links_inside_a_folder_and_to_it_are_followed(folder: Path, tmp_path: Path) -> None:
     for name in NAMES:
-        kept = (folder / name).rename(folder / f"kept-{name}.0")
+        kept = (folder / name).rename((folder / name).with_suffix(".kept"))
         (folder / name).symlink_to(kept.name)
     (tmp_path / "link").symlink_to(folder)
-    assert set(load(tmp_path / "link")) == set(TOKENIZER_FILES)
+    assert set(load(tmp_path / "link")) == TOLD
 
 
 def test_what_is_no_file_is_not_there(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
@@ -118,6 +120,25 @@ def test_bytes_that_are_no_character_are_told_and_what_follows_is_whole(
     pieces = [detokenizer.push([token]) for token in tokens]
     assert "".join(pieces) == "\ufffd" * num_stray + "\N{GRINNING FACE} ok"
     assert num_stray == 5 or any(pieces[:num_stray]), "they are not withheld for ever"
+
+
+@pytest.mark.parametrize("size", [1, 3, 11])
+def test_tokens_that_all_end_inside_a_character(tmp_path: Path, size: int) -> None:
+    """Pairs learnt from Japanese may hold the end of a character and the beginning of the next."""
+    text = "いろはにほへとちりぬるをわかよたれそつねならむうゐのおくやま"
+    data = text.encode()
+    parts = [data[:1], *(data[i : i + 3] for i in range(1, len(data), 3))]
+    tokenizer = _byte_level()
+    names = ["".join(bytes_to_unicode()[byte] for byte in part) for part in parts]
+    vocab = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    tokenizer.model = models.BPE(vocab, [])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    detokenizer = IncrementalDetokenizer(TextCodec(tmp_path), [])
+    ids = [vocab[name] for name in names]
+    pieces = [detokenizer.push(ids[i : i + size]) for i in range(0, len(ids), size)]
+    assert "".join([*pieces, detokenizer.finish()]) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert any(pieces[:-1]), "they are not withheld for ever"
 
 
 def _bytes(text: str) -> list[int]:

@@ -39,7 +39,7 @@ def test_generate(server: ServeProcess) -> None:
 
 
 def test_curl(server: ServeProcess) -> None:
-    output = run(readme_command("curl"), server)
+    output = run(readme_command("curl -N"), server)
     pieces = re.findall(r'"text_output":"([^"]*)"', output)
     assert len(pieces) > 1
     assert "".join(pieces).strip().startswith("4 5 6 7 8 9 10 11")

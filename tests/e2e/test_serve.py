@@ -30,6 +30,7 @@ from support.calls import (
     tensors_of,
     wait_for_active,
 )
+from support.hub import COMMIT, Hub, serving
 from support.server_process import HOST, MODEL, ServeProcess
 
 from inflight_client import InflightClient, InflightError
@@ -269,6 +270,16 @@ def listening_on(port: int) -> set[str]:
 
 
 @pytest.mark.slow
+def test_a_name_on_the_hub_is_fetched_and_served(serve: ServeFactory, tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in DEMO_MODEL.iterdir() if path.is_file()}
+    with serving(Hub({"some/counting": files})) as hub:
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+        running = serve(options=["--model=some/counting@main"], environment=environment)
+    assert f"some/counting, commit {COMMIT}" in running.stderr
+    assert "model      some/counting, " in running.stdout
+    assert_counts(PROMPT, "".join(stream_text(running, PROMPT, 20)), 20)
+
+
 def test_an_ipv6_address_is_all_that_is_listened_on(serve: ServeFactory) -> None:
     """Triton's HTTP takes one that it cannot read for all there are."""
     try:

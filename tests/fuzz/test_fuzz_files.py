@@ -110,10 +110,11 @@ def test_any_bytes(copy: Path, name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.case(104, 122)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tekken.json", "tokenizer.model"])
 @fuzzing
 @given(content=st.one_of(st.binary(max_size=60), VALUES.map(lambda v: json.dumps(v).encode())))
-def test_any_tokenizer(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(content)
+def test_any_tokenizer(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
     with suppress(CheckpointError):
         TextCodec.load(tmp_path, None)
 

@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from inflight_client.errors import InvalidArgument
 from inflight_openai import chat
-from inflight_openai.chat import ChatTemplate, find_template, special_tokens
+from inflight_openai.chat import ChatTemplate, find_templates, special_tokens
 from inflight_openai.errors import ApiError
 from inflight_openai.prompts import PromptReader, make_prompt_reader
 from inflight_openai.schema import read_messages
@@ -210,6 +210,26 @@ def test_renders_like_transformers(name: str) -> None:
     assert ChatTemplate(TEMPLATES[name], TOKENS).render(CONVERSATION) == wanted
 
 
+TOOL = {
+    "type": "function",
+    "function": {"name": "wetter", "parameters": {"type": "object", "description": "<ü>"}},
+}
+
+
+def test_tools_reach_the_template_as_from_transformers() -> None:
+    template = TEMPLATES["tools"]
+    [wanted], _ = render_jinja_template(
+        [CONVERSATION], tools=[TOOL], chat_template=template, add_generation_prompt=True, **TOKENS
+    )
+    assert ChatTemplate(template, TOKENS).render(CONVERSATION, tools=[TOOL]) == wanted
+
+
+def test_the_text_of_a_tool_is_no_special_token() -> None:
+    reader = reader_of("{{ tools[0].name }}")
+    ids = reader.encode_messages([USER], tools=[{"name": "<|begin|>"}])
+    assert [reader.token(each).text for each in ids] == list("<|begin|>")
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -292,30 +312,37 @@ def files(config: dict[str, Any], **more: str) -> dict[str, str]:
     return {"tokenizer_config.json": json.dumps(config), **more}
 
 
+NAMED = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+FOLDER = "additional_chat_templates"
+
+
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("given", "wanted", "with_tools"),
     [
-        (files({"chat_template": "c"}), "c"),
-        (files({"chat_template": "c"}, **{"chat_template.jinja": "j"}), "j"),
+        (files({"chat_template": "c"}), "c", "c"),
+        (files({"chat_template": "c"}, **{"chat_template.jinja": "j"}), "j", "j"),
+        (files({"chat_template": NAMED}), "d", "t"),
+        (files({"chat_template": NAMED[:1]}), None, "t"),
+        (files({"chat_template": NAMED}, **{"chat_template.jinja": "j"}), "j", "j"),
         (
-            files(
-                {
-                    "chat_template": [
-                        {"name": "tool_use", "template": "t"},
-                        {"name": "default", "template": "d"},
-                    ]
-                }
-            ),
-            "d",
+            files({}, **{"chat_template.jinja": "j", f"{FOLDER}/tool_use.jinja": "f"}),
+            "j",
+            "f",
         ),
-        (files({"chat_template": [{"name": "tool_use", "template": "t"}]}), None),
-        (files({}), None),
-        ({}, None),
+        (files({}, **{"chat_template.json": '{"chat_template": "p"}'}), "p", "p"),
+        (
+            files({"chat_template": "c"}, **{"chat_template.json": '{"chat_template": "p"}'}),
+            "c",
+            "c",
+        ),
+        (files({}), None, None),
+        ({}, None, None),
     ],
 )
-def test_find_template(given: dict[str, str], wanted: str | None) -> None:
-    template = find_template(given)
-    assert (template.render(CONVERSATION) if template else None) == wanted
+def test_find_templates(given: dict[str, str], wanted: str | None, with_tools: str | None) -> None:
+    found = find_templates(given)
+    told = tuple(each.render(CONVERSATION) if each else None for each in found)
+    assert told == (wanted, with_tools)
 
 
 def test_special_tokens_may_be_texts_or_objects() -> None:
@@ -326,4 +353,4 @@ def test_special_tokens_may_be_texts_or_objects() -> None:
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_config_without_an_object_is_named(text: str) -> None:
     with pytest.raises(InvalidArgument, match=r"tokenizer_config\.json"):
-        find_template({"tokenizer_config.json": text})
+        find_templates({"tokenizer_config.json": text})

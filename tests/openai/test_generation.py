@@ -357,3 +357,15 @@ def test_thinking_fields_are_template_variables() -> None:
     assert text(reasoning_effort="low", enable_thinking=False, chat_template_kwargs=own) == (
         "high|True|"
     )
+
+
+def test_what_a_request_does_not_say_the_server_says() -> None:
+    told = {"temperature": 0.5, "top_k": 20, "top_p": 0.25, "repetition_penalty": 1.5}
+    reader = make_prompt_reader({**DESCRIPTION, "default_sampling": told}, None, None)
+    by_input = {"temperature": 0.5, "runtime_top_k": 20, "runtime_top_p": 0.25}
+    by_input["repetition_penalty"] = 1.5
+    assert chat(reader).values == {"end_id": 1, **by_input}
+    own = chat(reader, temperature=0, top_p=1, top_k=-1).values
+    assert own == {**by_input, "end_id": 1, "temperature": 0.0, "runtime_top_k": 0} | {
+        "runtime_top_p": 1.0
+    }

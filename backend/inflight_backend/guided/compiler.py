@@ -42,7 +42,7 @@ from inflight_backend.guided.matchers import (
     to_grammar,
 )
 from inflight_backend.log import get_logger
-from inflight_backend.models.checkpoint_files import find_file
+from inflight_backend.text.tokenizer_files import find_tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -70,8 +70,8 @@ _CHILD_BYTES = 2**29  # more than the server has now
 @dataclass(frozen=True, slots=True)
 class GuidedDecodingConfig:
     """``backend``: llguidance (with xgrammar for EBNF grammars), none, or auto for llguidance where
-    it is installed and the model has a tokenizer. ``tokenizer_dir`` is the folder of
-    tokenizer.json, None for the checkpoint."""
+    it is installed and the model has a tokenizer. ``tokenizer_dir`` is the folder of the
+    tokenizer, None for the checkpoint."""
 
     backend: str = "auto"
     tokenizer_dir: str | None = None
@@ -279,8 +279,8 @@ def _refusal(config: GuidedDecodingConfig, folder: Path | None) -> str:
     """Why this server guides no answers; empty if it does."""
     if config.backend == "none":
         return "guided_decoding_backend is none"
-    if folder is None or find_file(folder, "tokenizer.json") is None:
-        return "the checkpoint has no tokenizer.json; set tokenizer_dir"
+    if folder is None or find_tokenizer(folder) is None:
+        return "the checkpoint has no tokenizer; set tokenizer_dir"
     if find_spec("llguidance") is None:
         return "llguidance is not installed (in a clone of inflight: pip install '.[server]')"
     return ""

@@ -184,6 +184,13 @@ class JsonReader:
             self.fail(key, f"must be an object, not {_show(value)}")
         return JsonReader(value, f"{self._where}: {key}")
 
+    def sections(self, key: str) -> list[JsonReader]:
+        """A list of nested objects; an absent one is empty."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            self.fail(key, f"must be a list of objects, not {_show(value)}")
+        return [JsonReader(item, f"{self._where}: {key}") for item in value]
+
     def _get(self, key: str, default: Any) -> Any:
         value = self.value(key)
         if value is not None:
@@ -203,6 +210,7 @@ def _show(value: object) -> str:
 
 
 _DOWNLOAD = "hf download NAME --local-dir FOLDER"
+_OF_MODEL = "models--"
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -227,6 +235,15 @@ def find_file(folder: Path, name: str) -> Path | None:
     return path if target.is_file() else None
 
 
+def checkpoint_name(folder: Path) -> str:
+    """What people call the checkpoint in ``folder``: a snapshot in the Hub's cache has a commit for
+    its name."""
+    home = folder.parent.parent
+    if folder.parent.name == "snapshots" and home.name.startswith(_OF_MODEL):
+        return home.name.removeprefix(_OF_MODEL).replace("--", "/")
+    return folder.name
+
+
 def is_lfs_pointer(path: Path) -> bool:
     """True for what a clone without Git LFS has in the place of a large file."""
     with suppress(OSError), path.open("rb") as file:
@@ -240,7 +257,8 @@ def find_config(folder: Path) -> Path:
         raise CheckpointError(f"{folder} is a file; give the checkpoint folder it is in")
     if not folder.is_dir():
         raise CheckpointError(
-            f"the model folder {folder} does not exist; nothing is fetched by name: {_DOWNLOAD}"
+            f"the model folder {folder} does not exist; `inflight serve` fetches ORG/NAME from the "
+            f"Hub, and so does {_DOWNLOAD}"
         )
     path = find_file(folder, "config.json")
     if path is None:
@@ -267,6 +285,7 @@ def _hint_of_link(path: Path) -> str:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHOWN_NAMES = 3
+_UNFINISHED = ".cache/huggingface/download"  # where `hf download` has what it has begun
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _OF_TRAINING = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -279,17 +298,13 @@ def weight_files(folder: Path) -> dict[str, set[str] | None]:
     """
     _refuse_adapter(folder)
     if (path := find_file(folder, INDEX)) is not None:
-        index = JsonReader.from_file(path).section("weight_map")
-        files: dict[str, set[str] | None] = {}
-        for tensor in index:
-            file = index.text(tensor)
-            if Path(file).name != file or not file.endswith(".safetensors"):
-                index.fail(tensor, f"must name a .safetensors file of the folder, not {file!r}")
-            promised = files.setdefault(file, set())
-            assert promised is not None
-            promised.add(tensor)
-        if not files:
-            raise CheckpointError(f"{INDEX}: weight_map is empty")
+        files = _read_index(path)
+        missing = [name for name in files if find_file(folder, name) is None]
+        if missing:
+            raise CheckpointError(
+                f"{list_names(missing)}: no such file, but {INDEX} names it: the folder is half "
+                f"downloaded or copied; the same again continues ({_DOWNLOAD})"
+            )
         if SINGLE not in files and find_file(folder, SINGLE) is not None:
             raise CheckpointError(
                 f"{SINGLE}: is beside {INDEX}, which names other files (transformers reads the "
@@ -299,6 +314,27 @@ def weight_files(folder: Path) -> dict[str, set[str] | None]:
     if find_file(folder, SINGLE) is not None:
         return {SINGLE: None}
     raise CheckpointError(_what_else(folder))
+
+
+def weight_names(folder: Path) -> list[str]:
+    """The weight files that ``folder`` ought to have, whether they are there or not."""
+    path = find_file(folder, INDEX)
+    return [SINGLE] if path is None else list(_read_index(path))
+
+
+def _read_index(path: Path) -> dict[str, set[str] | None]:
+    index = JsonReader.from_file(path).section("weight_map")
+    files: dict[str, set[str] | None] = {}
+    for tensor in index:
+        file = index.text(tensor)
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            index.fail(tensor, f"must name a .safetensors file of the folder, not {file!r}")
+        promised = files.setdefault(file, set())
+        assert promised is not None
+        promised.add(tensor)
+    if not files:
+        raise CheckpointError(f"{INDEX}: weight_map is empty")
+    return files
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -326,6 +362,8 @@ def _what_else(folder: Path) -> str:
         )
     if quantised := _names(folder, "*.gguf"):
         return f"{quantised[0]}: GGUF is not read; give the model's safetensors"
+    if _names(folder, f"{_UNFINISHED}/*.incomplete"):
+        return f"{folder}: its download was not finished; the same again continues ({_DOWNLOAD})"
     found = ", ".join(_names(folder, "*.safetensors")[:2])
     return f"{folder}: no {SINGLE} and no {INDEX}" + (f", only {found}" if found else "")
 

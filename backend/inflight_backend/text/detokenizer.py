@@ -88,6 +88,12 @@ class IncrementalDetokenizer:
         if piece == "":  # special tokens: they have no text, and the next one's space depends on
             del self._window[self._num_emitted :]  # what stands before them
             return ""
+        if piece is not None and (whole := piece.rstrip(_REPLACEMENT)):
+            # Tokens that each end inside a character, which the next one begins with.
+            del self._window[:-_MAX_EMITTED_TOKENS]
+            self._emitted = self._decode(self._window).rstrip(_REPLACEMENT)
+            self._num_emitted = len(self._window)
+            return whole
         head = self._window[:-_MAX_OPEN_TOKENS]  # the last ones may yet become a character
         text = self._new_text(head)
         if text is None:

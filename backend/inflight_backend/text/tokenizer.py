@@ -1,79 +1,131 @@
-"""The checkpoint's tokenizer: tokenizer.json, and the files that add to it."""
+"""The checkpoint's tokenizer: tokenizer.json or another file, and the files that add to it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 from inflight_backend.errors import CheckpointError, InvalidRequest
-from inflight_backend.models.checkpoint_files import find_file, is_lfs_pointer
+from inflight_backend.models.checkpoint_files import is_lfs_pointer
+from inflight_backend.text.tokenizer_files import (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    find_tokenizer,
+    no_tokenizer,
+    read_json,
+    special_token,
+)
 
-_NAME = "tokenizer.json"
-_CONFIG = "tokenizer_config.json"
 _OBEYING_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer")  # and with Fast behind it
+_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 def read_tokenizer(folder: Path) -> tuple[Tokenizer, str | None]:
-    """The tokenizer in ``folder``, and its JSON where that differs from the file.
+    """The tokenizer in ``folder``, and its JSON where that is not the file tokenizer.json.
 
     * It cuts and pads nothing, though the file may say so: training leaves its limits there.
     * For tokenizers that call themselves Llama's, ``add_bos_token`` and ``add_eos_token`` of
       tokenizer_config.json count, not the file: that of DeepSeek-R1-Distill adds nothing by itself.
       So it is with TensorRT-LLM's clients, that is with transformers 4; 5 leaves the keys unread.
+    * They count as well where there is no tokenizer.json, but another file (`conversion`).
 
     `CheckpointError` if there is none, or none that can be read.
     """
-    path = find_file(folder, _NAME)
+    path = find_tokenizer(folder)
     if path is None:
-        raise CheckpointError(f"{_NAME} is missing in the folder '{folder.name}'")
+        raise no_tokenizer(folder)
     if is_lfs_pointer(path):
-        raise CheckpointError(f"{_NAME}: a pointer of Git LFS, not the file; run git lfs pull")
+        raise CheckpointError(f"{path.name}: a pointer of Git LFS, not the file; run git lfs pull")
+    if path.name != TOKENIZER:
+        text = _convert(path, folder, _changes(folder))
+        return Tokenizer.from_str(text), text
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for a bad file
-        raise CheckpointError(f"{_NAME} cannot be read: {error}") from None
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, tokenizer.to_str() if _set_ends(tokenizer, folder) else None
 
 
-def read_json(folder: Path, name: str) -> dict[str, object]:
-    """The JSON object of a file; empty if there is none."""
-    path = find_file(folder, name)
-    if path is None:
-        return {}
+def _changes(folder: Path) -> tuple[tuple[str, int], ...]:
+    """The files of ``folder``, and when each was changed last."""
+    return tuple(sorted((each.name, each.stat().st_mtime_ns) for each in folder.iterdir()))
+
+
+@lru_cache(maxsize=1)  # the model and its guides have a tokenizer each, and this takes seconds
+def _convert(path: Path, folder: Path, _: tuple[tuple[str, int], ...]) -> str:
+    """The JSON of the tokenizer in another file."""
+    from inflight_backend.text.conversion import convert
+
+    config = read_json(folder, TOKENIZER_CONFIG)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name} cannot be read: {error}") from None
-    return content if isinstance(content, dict) else {}
+        special = _special_texts(folder, config)
+        found = convert(path, config, _added_tokens(folder, config, special), special)
+    except CheckpointError:
+        raise
+    except Exception as error:  # ours, or of the library, which raises bare Exception
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+    tokens = {**found.ends, **config}
+    _put_ends(found.tokenizer, folder, tokens, {"bos": found.adds_bos, "eos": False})
+    text: str = found.tokenizer.to_str()
+    return text
 
 
-def special_token(folder: Path, kind: str) -> str | None:
-    """The text of ``eos_token`` (``kind`` eos), ``bos_token`` or ``pad_token``, if it is told."""
-    for name in (_CONFIG, "special_tokens_map.json"):
-        token = read_json(folder, name).get(f"{kind}_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            return token
-    return None
+def _added_tokens(
+    folder: Path, config: Mapping[str, Any], special: Collection[str]
+) -> dict[int, AddedToken]:
+    """The tokens by id that tokenizer_config.json and added_tokens.json add to a vocabulary."""
+    found = {
+        number: AddedToken(text, normalized=False, special=text in special)
+        for text, number in read_json(folder, "added_tokens.json").items()
+        if type(number) is int
+    }
+    entries = config.get("added_tokens_decoder")
+    for number, entry in entries.items() if isinstance(entries, dict) else ():
+        if str(number).isdecimal() and isinstance(entry, dict):
+            flags = {name: bool(entry.get(name, False)) for name in _FLAGS}
+            found[int(number)] = AddedToken(str(entry.get("content")), **flags)
+    return found
+
+
+def _special_texts(folder: Path, config: Mapping[str, Any]) -> set[str]:
+    """The tokens that tokenizer_config.json and special_tokens_map.json name for some purpose."""
+    found: set[str] = set()
+    for content in (config, read_json(folder, "special_tokens_map.json")):
+        for key, value in content.items():
+            if key.endswith(("_token", "_special_tokens")):
+                for each in value if isinstance(value, list) else [value]:
+                    found.add(str(each.get("content") if isinstance(each, dict) else each))
+    return found
 
 
 def _set_ends(tokenizer: Tokenizer, folder: Path) -> bool:
     """Let texts begin and end as tokenizer_config.json says; True if the file says otherwise."""
-    config = read_json(folder, _CONFIG)
+    config = read_json(folder, TOKENIZER_CONFIG)
     is_llama = str(config.get("tokenizer_class")).startswith(_OBEYING_CLASSES)
     if not (is_llama and ("add_bos_token" in config or "add_eos_token" in config)):
         return False
+    # Beside add_eos_token alone a text begins with the token.
+    return _put_ends(tokenizer, folder, config, {"bos": True, "eos": False})
+
+
+def _put_ends(
+    tokenizer: Tokenizer, folder: Path, config: Mapping[str, object], defaults: Mapping[str, bool]
+) -> bool:
+    """Let texts begin and end as ``add_bos_token`` and ``add_eos_token`` of ``config`` say, else
+    as ``defaults`` do; False if they do already."""
     template = ["$A"]
     special: list[dict[str, Any]] = []
-    for kind in ("bos", "eos"):
-        if (token := _added_token(tokenizer, folder, config, kind)) is not None:
+    for kind, default in defaults.items():
+        if not config.get(f"add_{kind}_token", default):
+            continue
+        if (token := _end_token(tokenizer, folder, config, kind)) is not None:
             template.insert(0 if kind == "bos" else 2, kind)
             special.append({"id": kind, "ids": [token[1]], "tokens": [token[0]]})
     if tokenizer.encode("").ids == [number for each in special for number in each["ids"]]:
@@ -84,21 +136,19 @@ def _set_ends(tokenizer: Tokenizer, folder: Path) -> bool:
     return True
 
 
-def _added_token(
+def _end_token(
     tokenizer: Tokenizer, folder: Path, config: Mapping[str, object], kind: str
 ) -> tuple[str, int] | None:
-    """The token and its id that ``add_bos_token`` (``kind`` bos) puts before a text.
-
-    Beside ``add_eos_token`` alone it is true: a text begins with the token unless it says no.
-    """
-    is_added = config.get(f"add_{kind}_token", kind == "bos")
-    text = special_token(folder, kind) if is_added else None
+    """The text and id of ``bos_token`` (``kind`` bos) or ``eos_token``; None if it is not told."""
+    told = config.get(f"{kind}_token")
+    text = special_token(folder, kind) or (told if isinstance(told, str) else None)
     if text is None:
         return None
     number = tokenizer.token_to_id(text)
     if number is None:
         raise CheckpointError(
-            f"{_CONFIG}: add_{kind}_token is true, and {_NAME} has no {text!r}, the {kind}_token"
+            f"{TOKENIZER_CONFIG}: add_{kind}_token is true, and the tokenizer has no {text!r}, "
+            f"the {kind}_token"
         )
     return text, int(number)
 
@@ -135,7 +185,7 @@ class TextCodec:
         """The tokenizer of ``tokenizer_dir``, else the checkpoint's; None if it ships none."""
         if tokenizer_dir:
             return cls(Path(tokenizer_dir), checkpoint)
-        return None if find_file(checkpoint, "tokenizer.json") is None else cls(checkpoint)
+        return None if find_tokenizer(checkpoint) is None else cls(checkpoint)
 
     @property
     def vocab_size(self) -> int:

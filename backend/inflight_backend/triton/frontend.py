@@ -26,6 +26,7 @@ from inflight_backend.manager.statistics import EventCounter
 from inflight_backend.manager.wait_reasons import PREPARING
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import validate
+from inflight_backend.text.generation_config import to_inputs
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.feeds import StatisticsFeeds
@@ -95,6 +96,7 @@ class Frontend:
         self._manager = manager
         self._introspection = Introspection(manager, queue, dispatcher, model_info)
         self._codec = codec
+        self._default_sampling = to_inputs(model_info.default_sampling)
         self._outputs = outputs
         self._why_not_ready = why_not_ready
         self._on_error = on_error
@@ -233,7 +235,7 @@ class Frontend:
             requests: list[InferenceRequest] = []
             for row, prompt in enumerate(prompts):
                 own = numbers[len(requests) : len(requests) + counts[row]]
-                request = prompt.make_request(own[0], self._codec, limits)
+                request = prompt.make_request(own[0], self._codec, limits, self._default_sampling)
                 for index, one in enumerate(copy_request(request, own[1:])):
                     validate(one, limits)
                     answer = make_answer_stream(stream, one, prompt, outputs, self._codec)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from inflight_backend.errors import CapacityExceeded
@@ -33,17 +34,21 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 """The files of a checkpoint that say how text becomes tokens and messages become text."""
+
+_NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 class ModelInfo:
     """One JSON object: ``model`` (a name), the limits in tokens, ``end_id``, the
-    ``stop_token_ids`` that end answers beside it, and ``files``.
+    ``stop_token_ids`` that end answers beside it, ``default_sampling`` and ``files``.
 
     The limits are those of one request alone, whatever sets them: more is always refused.
 
-    ``files`` maps the name of every file of `TOKENIZER_FILES` that exists to its text, that of
+    ``files`` maps the name of every file of `TOKENIZER_FILES`, or of a named chat template, that
+    exists to its text, that of
     tokenizer.json to what `text.tokenizer_file` makes of it. No path of this machine is told. The
     files are read when first asked for; `CheckpointError` at once, and then, if one of them is a
     link that leaves the folder.
@@ -56,9 +61,11 @@ class ModelInfo:
         limits: RequestLimits,
         codec: TextCodec | None,
         *,
+        default_sampling: Mapping[str, float] = MappingProxyType({}),
         takes_stop_tokens: bool = True,
     ) -> None:
         """``takes_stop_tokens`` False: requests cannot send any; the log says so."""
+        self.default_sampling = default_sampling
         self._name = name
         self._folder = folder
         self._limits = limits
@@ -83,7 +90,7 @@ class ModelInfo:
         """The description; ``OSError`` or ``ValueError`` if a file cannot be read as text."""
         if not self._text:
             longest = longest_text(self._limits)
-            files = {p.name: p.read_text(encoding="utf-8") for p in self._paths()}
+            files = {name: p.read_text(encoding="utf-8") for name, p in self._paths().items()}
             if self._codec is not None and self._codec.changed_json is not None:
                 files["tokenizer.json"] = self._codec.changed_json
             content = {
@@ -93,14 +100,17 @@ class ModelInfo:
                 "vocab_size": self._limits.vocab_size,
                 "end_id": self._end_id,
                 "stop_token_ids": self._stop_token_ids,
+                "default_sampling": dict(self.default_sampling),
                 "files": files,
             }
             self._text = json.dumps(content)
         return self._text
 
-    def _paths(self) -> list[Path]:
-        found = (find_file(self._folder, name) for name in TOKENIZER_FILES)
-        return [path for path in found if path is not None]
+    def _paths(self) -> dict[str, Path]:
+        named = (path.relative_to(self._folder) for path in self._folder.glob(_NAMED_TEMPLATES))
+        names = [*TOKENIZER_FILES, *sorted(each.as_posix() for each in named)]
+        found = {name: find_file(self._folder, name) for name in names}
+        return {name: path for name, path in found.items() if path is not None}
 
 
 MAX_OPEN = 1024

@@ -35,9 +35,11 @@ from inflight_backend.manager.parameters import (
     read_raw,
     set_or_empty,
 )
+from inflight_backend.models.checkpoint_files import checkpoint_name
 from inflight_backend.process_guard import exit_with_parent
 from inflight_backend.requests.validation import longest_text
 from inflight_backend.status import StatusWriter, stop_file_of
+from inflight_backend.text.generation_config import read_default_sampling
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.feeds import StatisticsFeeds
@@ -340,10 +342,15 @@ class TritonPythonModel:
             codec.check_fits(self._manager.limits.vocab_size)
         inputs = {each["name"] for each in config.get("input", ())}  # a config may be older than us
         model_info = ModelInfo(
-            checkpoint.name,
+            checkpoint_name(checkpoint),
             Path(parameters.tokenizer_dir or checkpoint),
             self._manager.limits,
             codec,
+            default_sampling=read_default_sampling(
+                checkpoint,
+                reads_checkpoint=parameters.generation_config == "auto",
+                overrides=parameters.default_sampling,
+            ),
             takes_stop_tokens="stop_token_ids" in inputs,
         )
         is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", True)
@@ -382,7 +389,7 @@ class TritonPythonModel:
         )
         engine = self._manager.engine
         self._ready_fields = {
-            "model": checkpoint.name,
+            "model": checkpoint_name(checkpoint),
             "policy": policy_name(self._manager.policy),
             "max_batch_size": parameters.max_batch_size,
             "max_seq_len": longest_text(self._manager.limits),

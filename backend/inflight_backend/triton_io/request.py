@@ -18,6 +18,7 @@ from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.requests.inference_request import Array, InferenceRequest
 from inflight_backend.requests.sampling import MAX_WORDS
 from inflight_backend.requests.validation import RequestLimits
+from inflight_backend.text.generation_config import DRAWING_INPUTS
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_io.aliases import (
     BENCHMARK_PARAMETERS,
@@ -105,9 +106,15 @@ class Prompt:
         return 1 if self.has_beams else num_sequences
 
     def make_request(
-        self, number: int, codec: TextCodec | None, limits: RequestLimits
+        self,
+        number: int,
+        codec: TextCodec | None,
+        limits: RequestLimits,
+        default_sampling: Mapping[str, float],
     ) -> InferenceRequest:
         """The request for the batch manager; texts are encoded here.
+
+        ``default_sampling``: by input, of a text that comes without them.
 
         With stop words to be found in the text its tokens must come as they are sampled. Beams look
         for those words as tokens, and so does every request for those with special tokens, which
@@ -121,6 +128,7 @@ class Prompt:
             request.set_tensor("input_ids", np.array([ids], dtype=np.int32))
             if not request.has_tensor("end_id"):
                 _set_end_ids(request, codec)
+            self._set_sampling(request, default_sampling)
         size = limits.vocab_size
         if self.bad_words:
             codec = _needed(codec, "bad_words")
@@ -136,6 +144,13 @@ class Prompt:
         elif self.stop_words and codec is not None:
             add_special_words(request, self.stop_words, codec, size)
         return request
+
+    def _set_sampling(self, request: InferenceRequest, defaults: Mapping[str, float]) -> None:
+        for name, value in defaults.items():
+            if request.has_tensor(name) or (self.has_beams and name in DRAWING_INPUTS):
+                continue
+            dtype = protocol.DTYPE_TO_NUMPY[protocol.INPUT_BY_NAME[name].dtype]
+            request.set_tensor(name, np.array([[value]], dtype=dtype))
 
 
 @dataclass(frozen=True, slots=True)

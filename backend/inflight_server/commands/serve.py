@@ -14,10 +14,11 @@ from inflight_backend.errors import ConfigurationError, ServingError
 from inflight_server.commands.recordings import reported_errors
 from inflight_server.serve.console import say
 from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS, install
-from inflight_server.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
+from inflight_server.serve.settings import ServeSettings, parse_overrides
 
 app = typer.Typer()
 
+_MODEL_HELP = "A folder with a checkpoint, its name on the Hub (Qwen/Qwen3-0.6B), or smollm2-135m"
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -57,8 +58,8 @@ def model_repository(
         Path, typer.Argument(help="Folder to write; may hold other models, which stay.")
     ],
     model: Annotated[
-        Path | None,
-        typer.Option(help="Hugging Face checkpoint folder, as the server will see it."),
+        str | None,
+        typer.Option(metavar="MODEL", help=f"{_MODEL_HELP}; a folder as the server will see it."),
     ] = None,
     set_: SetOption = None,
     add: AddOption = None,
@@ -68,8 +69,10 @@ def model_repository(
     ] = False,
 ) -> None:
     """Write a model repository for a tritonserver of your own."""
-    folder = model.absolute() if model is not None else DEMO_MODEL
+    from inflight_server.checkpoints import find_checkpoint  # as for `serve`
+
     with reported_errors():
+        folder = find_checkpoint(model)
         models = chosen_models(add or ())
         values = {
             **parse_overrides(set_ or (), folder, models),
@@ -108,8 +111,8 @@ def _port(what: str) -> typer.models.OptionInfo:
 @app.command()
 def serve(
     model: Annotated[
-        Path | None,
-        typer.Option(help="Hugging Face checkpoint folder; the demo model if not given."),
+        str | None,
+        typer.Option(metavar="MODEL", help=f"{_MODEL_HELP}; the demo model if not given."),
     ] = None,
     http_port: Annotated[int, _port("HTTP endpoint")] = _DEFAULT.http_port,
     grpc_port: Annotated[int, _port("gRPC endpoint")] = _DEFAULT.grpc_port,
@@ -154,11 +157,12 @@ def serve(
 ) -> None:
     """Serve a checkpoint with Triton until Ctrl-C."""
     # Only this command pays for these imports.
+    from inflight_server.checkpoints import find_checkpoint
     from inflight_server.serve.launcher import run
     from inflight_server.serve.preflight import address_of
 
-    folder = model.absolute() if model is not None else DEMO_MODEL
     try:
+        folder = find_checkpoint(model)
         models = chosen_models(add or ())
         run(
             ServeSettings(

@@ -18,6 +18,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from inflight_backend.models.checkpoint_files import checkpoint_name
 from inflight_backend.status import ModelStatus
 from inflight_protocol import ENSEMBLE_MODEL_NAME
 from inflight_server.serve.preflight import has_tokenizer
@@ -131,7 +132,7 @@ class LoadingDisplay:
     def __init__(self, settings: ServeSettings) -> None:
         stream = cast(TextIO, ForgivingStream(sys.stderr)) if sys.stderr is not None else None
         console = Console(file=stream, stderr=True)
-        self._name = settings.model.name
+        self._name = checkpoint_name(settings.model)
         self._is_live = console.is_terminal and not settings.is_verbose
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -188,19 +189,9 @@ up to {fields["max_seq_len"]} tokens per request
 Ctrl-C stops the server."""
 
 
-def _without_tokenizer(settings: ServeSettings) -> str:
-    if not (settings.tokenizer_dir / "tokenizer.model").is_file():
-        return "send token ids (input_ids) to tensorrt_llm"
-    # One from before tokenizer.json.
-    return (
-        "send token ids (input_ids) to tensorrt_llm,\nor convert its tokenizer.model: "
-        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-    )
-
-
 def _next_steps(settings: ServeSettings, http: str) -> str:
     if not has_tokenizer(settings):
-        return f"The model has no tokenizer.json: {_without_tokenizer(settings)}.\n"
+        return "The model has no tokenizer: send token ids (input_ids) to tensorrt_llm.\n"
     prompt = "1 2 3 4" if settings.is_demo else "Hello"
     is_default = (settings.local_host, settings.grpc_port) == (_DEFAULT.host, _DEFAULT.grpc_port)
     url = "" if is_default else f" --url {settings.local_host}:{settings.grpc_port}"

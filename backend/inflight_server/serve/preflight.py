@@ -7,14 +7,16 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib import metadata
 from ipaddress import IPv6Address
 from pathlib import Path
 
-from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.checkpoint_files import find_file, weight_files
-from inflight_backend.models.families.registry import read_model
+from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.models.checkpoint_files import JsonReader, find_config, weight_files
+from inflight_backend.models.families.registry import FAMILIES, read_model
+from inflight_backend.text.generation_config import read_default_sampling
+from inflight_backend.text.tokenizer_files import find_tokenizer, no_tokenizer
 from inflight_backend.triton.model import check_numpy
 from inflight_server.serve.settings import PATH_KEYS, ServeSettings
 from inflight_server.serve.tritonserver import TritonInstall
@@ -28,8 +30,13 @@ def check_settings(settings: ServeSettings) -> None:
     """`ConfigurationError` unless checkpoint, tokenizer folder, host and ports can be served."""
     check_paths(settings)
     check_checkpoint(settings.model)
+    read_default_sampling(
+        settings.model,
+        reads_checkpoint=settings.llm_parameters.generation_config == "auto",
+        overrides=settings.llm_parameters.default_sampling,
+    )
     if "tokenizer_dir" in settings.parameters and not has_tokenizer(settings):
-        raise ConfigurationError(f"tokenizer_dir {settings.tokenizer_dir} has no tokenizer.json")
+        raise ConfigurationError(f"tokenizer_dir: {no_tokenizer(settings.tokenizer_dir)}")
     check_ports(settings.host, settings.ports)
 
 
@@ -63,13 +70,32 @@ def check_install(install: TritonInstall, environment: Mapping[str, str]) -> Non
 
 def check_checkpoint(model: Path) -> None:
     """`CheckpointError` unless ``model`` is a Hugging Face checkpoint folder of a kind we serve."""
-    read_model(model)
+    check_model(model)
     weight_files(model)
+
+
+def check_model(folder: Path) -> None:
+    """`CheckpointError` unless config.json in ``folder`` is that of a model we serve."""
+    try:
+        read_model(folder)
+    except CheckpointError as error:
+        if _brings_code(folder):
+            words = "code that a checkpoint brings (trust_remote_code) is never run"
+            raise CheckpointError(f"{error}; {words}") from None
+        raise
+
+
+def _brings_code(folder: Path) -> bool:
+    """True for a model that only its own code knows."""
+    with suppress(CheckpointError):
+        reader = JsonReader.from_file(find_config(folder))
+        return "auto_map" in reader and FAMILIES.keys().isdisjoint(reader.texts("architectures"))
+    return False
 
 
 def has_tokenizer(settings: ServeSettings) -> bool:
     """True when text can be served; without a tokenizer only token ids can."""
-    return find_file(settings.tokenizer_dir, "tokenizer.json") is not None
+    return find_tokenizer(settings.tokenizer_dir) is not None
 
 
 def address_of(host: str) -> str:

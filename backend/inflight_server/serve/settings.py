@@ -106,7 +106,7 @@ class ServeSettings:
 
     @property
     def tokenizer_dir(self) -> Path:
-        """The folder in which the model will look for tokenizer.json."""
+        """The folder in which the model will look for its tokenizer."""
         return Path(self.parameters.get("tokenizer_dir") or self.model)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -36,7 +37,7 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("nowhere", "nowhere does not exist.*nothing is fetched by name: hf download NAME"),
+        ("nowhere", "nowhere does not exist.* fetches ORG/NAME from the Hub.* hf download NAME"),
         ("../..", r"has no config\.json: give .*/snapshots/abc$"),
         ("model.safetensors", "is a file; give the checkpoint folder it is in"),
     ],
@@ -60,6 +61,16 @@ def test_a_name_on_the_hub_its_cache_or_a_file_instead_of_a_folder(
         ("config.json", Path("../../blobs/abc"), r"^config\.json: no such file behind this link"),
         ("model.safetensors", "pytorch_model.bin", r"^pytorch_model\.bin: .*convert it"),
         ("model.safetensors", "model-Q4.gguf", r"^model-Q4\.gguf: GGUF is not read"),
+        (
+            "model.safetensors",
+            ".cache/huggingface/download/x.incomplete",
+            r"its download was not finished; the same again continues \(hf download",
+        ),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}}',
+            r"^model-1\.safetensors: no such file, .* half downloaded or copied",
+        ),
     ],
 )
 def test_a_folder_that_is_no_checkpoint_says_what_is_wrong(
@@ -68,9 +79,10 @@ def test_a_folder_that_is_no_checkpoint_says_what_is_wrong(
     """``changed``: the file's content, name or link instead; None without it."""
     path = checkpoint / file
     if isinstance(changed, str):
+        (checkpoint / changed).parent.mkdir(parents=True, exist_ok=True)
         path.rename(checkpoint / changed)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
     if isinstance(changed, bytes):
         path.write_bytes(changed)
     elif isinstance(changed, Path):
@@ -86,11 +98,25 @@ def test_a_model_that_is_not_supported(checkpoint: Path) -> None:
         check_checkpoint(checkpoint)
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "OddForCausalLM"])
+def test_code_of_a_checkpoint_is_not_run(checkpoint: Path, name: str) -> None:
+    """Nor needed, where the architecture is one of ours."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"architectures": [name], "auto_map": {"AutoModelForCausalLM": "odd.Odd"}}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    (checkpoint / "odd.py").write_text("raise SystemExit(99)")
+    if name == "LlamaForCausalLM":
+        check_checkpoint(checkpoint)
+    else:
+        with pytest.raises(CheckpointError, match=r"not supported.*; code .* is never run$"):
+            check_checkpoint(checkpoint)
+
+
 @pytest.mark.contract("tensorrt_llm parameter", "tokenizer_dir")
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"parameters": {"tokenizer_dir": "/"}}, r"tokenizer_dir / has no tokenizer\.json"),
+        ({"parameters": {"tokenizer_dir": "/"}}, r"^tokenizer_dir: the folder .* has no tokenizer"),
         ({"parameters": {"record_file": "/r\u00e9cits"}}, "record_file .* only paths of ASCII"),
         ({"model": Path("/j\u00fcrgen")}, "--model /j\u00fcrgen: .* only paths of ASCII"),
         ({"model": Path("/bytes-\udcff")}, "only paths of ASCII"),

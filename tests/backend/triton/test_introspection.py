@@ -115,6 +115,20 @@ def test_why_tells_of_the_first_sequence_that_has_not_ended(
     assert answer["state"] == "not in flight"
 
 
+def test_describe_tells_the_sampling_of_requests_that_name_none(
+    make_server: MakeServer, tokenizer: None, tmp_path: Path
+) -> None:
+    content = '{"do_sample": true, "temperature": 0.5, "top_k": 20}'
+    (tmp_path / "generation_config.json").write_text(content)
+    for setting, expected in (
+        ({"default_sampling": '{"top_k": 3}'}, {"temperature": 0.5, "top_k": 3}),
+        ({"generation_config": "none"}, {}),
+    ):
+        server = make_server(CountingEngine(), **setting)
+        description = json.loads(answer_of(server.ask(describe=True), "description"))
+        assert description["default_sampling"] == expected
+
+
 def test_describe_tells_every_end_of_the_checkpoint(
     make_server: MakeServer, tokenizer: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

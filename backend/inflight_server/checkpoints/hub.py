@@ -1,0 +1,179 @@
+"""Checkpoints by their names on the Hub, through `huggingface_hub`: its cache, token and settings.
+
+Only the files that are read here are fetched: first the small ones, from which an unsupported model
+is refused before its weights are fetched, then the weights that they name. All of ``HF_TOKEN``,
+``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` act as they do for others.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from inflight_backend.errors import CheckpointError, ConfigurationError, ServingError
+from inflight_backend.models.checkpoint_files import INDEX, SINGLE, weight_names
+from inflight_server.serve.console import say
+from inflight_server.serve.preflight import check_model
+
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+_SMALL_FILES = (
+    "config.json",
+    "adapter_config.json",
+    "generation_config.json",
+    INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tekken.json",
+    "tokenizer.model",
+    "spiece.model",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+_PICKLES = (".bin", ".pt", ".pth")
+
+
+class HubName(NamedTuple):
+    """``repository`` is ``ORG/NAME``; ``revision`` a branch, tag or commit, None for the newest."""
+
+    repository: str
+    revision: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> HubName | None:
+        """None for what is no name on the Hub."""
+        found = _NAME.fullmatch(text)
+        return None if found is None else cls(found[1], found[2])
+
+    def fetch(self) -> Path:
+        """The folder of its files in the cache, after what is missing there has been fetched.
+
+        `CheckpointError` for a model that is not there or not supported, `ConfigurationError` where
+        the library is missing.
+        """
+        try:
+            import huggingface_hub
+            from huggingface_hub.utils.tqdm import disable_progress_bars
+        except ImportError:
+            raise ConfigurationError(
+                f"--model {self}: a name on the Hub needs huggingface_hub, which is not installed "
+                "(in a clone of inflight: pip install '.[hub]'); or give a folder"
+            ) from None
+
+        if not sys.stderr.isatty():  # a log is no place for bars
+            disable_progress_bars()
+
+        def download(revision: str | None, files: Sequence[str]) -> Path:
+            with self._refusals():
+                found = huggingface_hub.snapshot_download(
+                    self.repository,
+                    revision=revision,
+                    allow_patterns=list(files),
+                    local_files_only=huggingface_hub.constants.HF_HUB_OFFLINE,
+                )
+                return Path(found)
+
+        say(f"looking for {self.repository} on the Hub and in its cache ...", err=True)
+        folder = download(self.revision, _SMALL_FILES)
+        check_model(folder)
+        weights = weight_names(folder)
+        if not all((folder / name).exists() for name in weights):
+            # The commit, so that files of two are never mixed.
+            folder = download(folder.name, (*_SMALL_FILES, *weights))
+        if not all((folder / name).exists() for name in weights):
+            with self._refusals():
+                names = huggingface_hub.HfApi().list_repo_files(
+                    self.repository, revision=folder.name
+                )
+            raise CheckpointError(self._without_safetensors(names))
+        say(f"{self.repository}, commit {folder.name}", err=True)
+        return folder
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """What the library raises, in one line with the way out."""
+        import httpx
+        from huggingface_hub import constants, errors
+
+        where, page = constants.ENDPOINT, f"{constants.ENDPOINT}/{self.repository}"
+        words: tuple[tuple[type[Exception], Callable[[Exception], str]], ...] = (
+            (
+                errors.GatedRepoError,
+                lambda _: (
+                    f"it is gated: accept its licence at {page}, then set HF_TOKEN or run "
+                    "`hf auth login`"
+                ),
+            ),
+            (
+                errors.RepositoryNotFoundError,
+                lambda _: (
+                    f"{where} has no model of this name, or hides it: correct the name, set "
+                    "HF_TOKEN, or give a folder that is there"
+                ),
+            ),
+            (errors.RevisionNotFoundError, lambda _: f"it has no revision {self.revision!r}"),
+            (
+                errors.IncompleteSnapshotError,
+                lambda _: (
+                    "it is half downloaded, and the Hub cannot be reached"
+                    f"{_offline()}: run this again where it can, which continues the download"
+                ),
+            ),
+            (
+                errors.LocalEntryNotFoundError,
+                lambda _: (
+                    f"it is not in the cache {constants.HF_HUB_CACHE}, and {where} cannot be "
+                    f"reached{_offline()}: give a folder, or run this where it can"
+                ),
+            ),
+            (errors.OfflineModeIsEnabled, lambda _: f"it is not in the cache whole{_offline()}"),
+            (errors.HfHubHTTPError, lambda error: str(error).partition("\n")[0]),
+            (
+                httpx.HTTPError,
+                lambda error: (
+                    f"the connection to {where} failed ({error}): run this again, which "
+                    "continues the download"
+                ),
+            ),
+            (errors.HFValidationError, lambda error: str(error).partition("\n")[0]),
+        )
+        try:
+            yield
+        except ServingError:
+            raise
+        except Exception as error:
+            for kind, say_why in words:
+                if isinstance(error, kind):
+                    raise CheckpointError(f"--model {self}: {say_why(error)}") from None
+            raise
+
+    def _without_safetensors(self, names: Sequence[str]) -> str:
+        pickle = next((name for name in names if name.endswith(_PICKLES)), None)
+        if pickle is not None:
+            return (
+                f"--model {self}: its weights are in {pickle}; only safetensors are read, a pickle "
+                "could run code. Some have a revision with safetensors (--model NAME@refs/pr/1), "
+                f"else convert it (transformers: save_pretrained writes {SINGLE})"
+            )
+        other = next((name for name in names if name.endswith(".gguf")), None)
+        if other is not None:
+            return f"--model {self}: {other}: GGUF is not read; give the model's safetensors"
+        return f"--model {self}: it has neither {SINGLE} nor {INDEX}"
+
+    def __str__(self) -> str:
+        return self.repository + (f"@{self.revision}" if self.revision else "")
+
+
+def _offline() -> str:
+    from huggingface_hub import constants
+
+    return " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""

@@ -1,0 +1,355 @@
+"""Tokenizers that are no tokenizer.json: tokens and texts as the libraries made for them have.
+
+The oracles are `transformers` for models of SentencePiece and for tekken, sentencepiece itself for
+what `transformers` does not convert faithfully, and tiktoken for ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tiktoken
+import transformers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+from inflight_backend.errors import CheckpointError
+from inflight_backend.requests.validation import RequestLimits
+from inflight_backend.text.conversion import _PATTERN, _PATTERN_BY_CLASS
+from inflight_backend.text.detokenizer import IncrementalDetokenizer
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_backend.triton.introspection import ModelInfo
+
+CORPUS = (
+    "The quick brown fox jumps over the lazy dog.",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich - 1234567,89 €.",
+    "Voix ambiguë d'un cœur qui, au zéphyr, préfère les jattes de kiwis.",
+    "Съешь же ещё этих мягких французских булок, да выпей чаю.",
+    "いろはにほへと ちりぬるを。日本語のテキストを分かち書きしません。",
+    "天地玄黃,宇宙洪荒。日月盈昃,辰宿列張。 数字123和ABC混排",
+    "다람쥐 헌 쳇바퀴에 타고파",
+    "نص حكيم له سر قاطع وذو شأن عظيم",
+    "นกกูรู บินไปในอากาศ ๑๒๓",
+    "दिल्ली में आज मौसम अच्छा है।",
+    "def f(x):\n\treturn {'a': x ** 2}  # Kommentar\n\n\n    pass\r\n",
+    "a  b   c\t\td \u00a0 e\u3000f",
+    "emoji 👩‍👩‍👧‍👦 🇩🇪 🙂‍↕️ and e\u0301 ﬁ ① Ⅷ",
+    "I'M they'Ll WE'VE don't 12345678 3.14",
+    " leading and trailing ",
+    "   ",
+    "",
+    "\n",
+)
+SPECIAL = "<s>[INST] Hallo <|tool|>Welt</s> [/INST]"
+UNSEEN = "\U0001d518\U0001d52b ☃ \U00012345 ʬ"
+TEXTS = (*CORPUS, SPECIAL, UNSEEN)
+LIMITS = RequestLimits(999, 99, 99, exclude_input_in_output=False, refusal_reason=lambda _: None)
+
+
+def write(folder: Path, name: str, data: bytes, **config: Any) -> Path:
+    """A folder with a tokenizer in the file ``name``, of a Llama."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(data)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+def train(kind: str, **options: Any) -> bytes:
+    """A small model of SentencePiece, by default like Llama's."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(line for text in CORPUS for line in text.splitlines()),
+        model_writer=model,
+        model_type=kind,
+        minloglevel=2,
+        **{
+            "vocab_size": 700,
+            "byte_fallback": True,
+            "character_coverage": 0.98,
+            "normalization_rule_name": "identity",
+            "remove_extra_whitespaces": False,
+            "split_digits": True,
+            "allow_whitespace_only_pieces": True,
+            "hard_vocab_limit": False,
+            **options,
+        },
+    )
+    return model.getvalue()
+
+
+def encoded(codec: TextCodec, text: str) -> list[int]:
+    return codec.encode_raw(text, add_special_tokens=True)
+
+
+def assert_streams(codec: TextCodec, ids: Sequence[int], prompt: Sequence[int] = ()) -> None:
+    """In pieces of every size the answer has the text that it has as a whole."""
+    whole = codec.decode([*prompt, *ids])[len(codec.decode(prompt)) :]
+    for size in (1, 2, 7):
+        stream = IncrementalDetokenizer(codec, prompt)
+        pieces = [stream.push(ids[i : i + size]) for i in range(0, len(ids), size)]
+        assert "".join([*pieces, stream.finish()]) == whole.rstrip("\ufffd")
+
+
+def assert_equals_transformers(folder: Path) -> None:
+    """Tokens, texts with and without special tokens, and streams."""
+    oracle = transformers.AutoTokenizer.from_pretrained(folder)
+    codec = TextCodec(folder)
+    for text in TEXTS:
+        ids = encoded(codec, text)
+        assert ids == oracle(text)["input_ids"], text
+        for skips in (True, False):
+            assert codec.decode(ids, skip_special_tokens=skips) == oracle.decode(
+                ids, skip_special_tokens=skips
+            )
+        assert_streams(codec, ids, encoded(codec, "Hallo"))
+    assert_streams(codec, [each for text in TEXTS for each in encoded(codec, text)])
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        ({}, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}),
+        ({}, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": True}),
+        (
+            {"user_defined_symbols": ["[INST]", "[/INST]"], "control_symbols": ["<|tool|>"]},
+            {"tokenizer_class": "LlamaTokenizer", "add_eos_token": True, "eos_token": "</s>"},
+        ),
+        ({}, {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}),
+        (
+            {"add_dummy_prefix": False, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+            | {"pad_piece": "<pad>", "eos_piece": "<eos>", "bos_piece": "<bos>"}
+            | {"user_defined_symbols": ["<mask>", "<start_of_turn>"]},
+            {"tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "bos_token": "<bos>"},
+        ),
+    ],
+    ids=["llama", "legacy", "symbols", "no-prefix", "gemma"],
+)
+def test_a_model_of_sentencepiece(
+    tmp_path: Path, options: dict[str, Any], config: dict[str, Any]
+) -> None:
+    assert_equals_transformers(
+        write(tmp_path, "tokenizer.model", train("bpe", **options), **config)
+    )
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}],
+    ids=["identity", "nfkc"],
+)
+def test_sentencepiece_itself_agrees(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    """But for a space in front, which `transformers` takes for the one that is added, and for
+    special tokens, which the library does not see in texts."""
+    data = train(kind, **options)
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=data)
+    codec = TextCodec(write(tmp_path, "tokenizer.model", data))
+    for text in (*CORPUS, UNSEEN):
+        if text.startswith((" ", "\n")):
+            continue
+        ids = encoded(codec, text)
+        assert ids == oracle.encode(text), text
+        assert codec.decode(ids) == oracle.decode(ids)
+        assert_streams(codec, ids)
+
+
+def test_a_token_that_a_file_names_for_a_purpose_is_special(tmp_path: Path) -> None:
+    """As the end of a turn, which some models of SentencePiece have for an ordinary piece."""
+    data = train("bpe", user_defined_symbols=["[INST]", "[/INST]"])
+    folder = write(tmp_path, "tokenizer.model", data, additional_special_tokens=["[/INST]"])
+    codec = TextCodec(folder)
+    ids = codec.encode_word("[INST]a[/INST]")
+    assert codec.decode(ids) == "[INST]a"
+    assert codec.decode(ids, skip_special_tokens=False) == "[INST]a[/INST]"
+
+
+def test_tokens_that_other_files_add_or_rename(tmp_path: Path) -> None:
+    """Of Phi-3 and Vicuna; the last has an id behind a gap."""
+    entry = {"lstrip": False, "rstrip": True, "normalized": False, "single_word": False}
+    added = {
+        "2": {"content": "</s>", "special": False, **entry},
+        "5": {"content": "<|tool|>", "special": True, **entry},
+        "900": {"content": "[INST]", "special": True, **entry},
+    }
+    for kind in ("bpe", "unigram"):
+        folder = write(tmp_path, "tokenizer.model", train(kind), added_tokens_decoder=added)
+        (folder / "added_tokens.json").write_text('{"[/INST]": 901}')
+        codec = TextCodec(folder)
+        ids = encoded(codec, SPECIAL)
+        assert {2, 5, 900, 901} <= set(ids)
+        assert codec.decode([2, 5, 900, 901]) == "</s>[/INST]"
+        assert codec.vocab_size == 902
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[bytes, int]:
+    """Tokens of bytes with their ranks, as tiktoken would train them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    letters = {letter: byte for byte, letter in transformers_letters()}
+    return {
+        bytes(letters[each] for each in text): number
+        for text, number in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    }
+
+
+def transformers_letters() -> Iterator[tuple[int, str]]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return iter(bytes_to_unicode().items())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tokenizer_class": "GPT2Tokenizer"},
+        {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "bos_token": "</s>"}  # OPT
+        | {"eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"},
+    ],
+    ids=["gpt2", "opt"],
+)
+def test_pairs_of_gpt2(tmp_path: Path, config: dict[str, Any]) -> None:
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<|endoftext|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.model.save(str(tmp_path))
+    assert TextCodec.load(write(tmp_path, "x", b"", **config), None) is not None
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert_equals_transformers(tmp_path)
+    (tmp_path / "merges.txt").unlink()
+    assert TextCodec.load(tmp_path, None) is None
+
+
+def lines(ranks: dict[bytes, int]) -> bytes:
+    """The file of tiktoken."""
+    rows = (base64.b64encode(token) + b" %d\n" % number for token, number in ranks.items())
+    return b"".join(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "pattern"),
+    [
+        ("tokenizer.model", {}, _PATTERN),  # Llama 3
+        (
+            "tiktoken.model",
+            {"tokenizer_class": "TikTokenTokenizer"},
+            _PATTERN_BY_CLASS["TikTokenTokenizer"],
+        ),
+    ],
+    ids=["llama3", "kimi"],
+)
+def test_ranks_of_tiktoken(
+    tmp_path: Path, ranks: dict[bytes, int], name: str, config: dict[str, Any], pattern: str
+) -> None:
+    added = {f"{len(ranks) + 2}": {"content": "<|tool|>", "special": True}}
+    folder = write(tmp_path, name, lines(ranks), added_tokens_decoder=added, **config)
+    special = {"<|tool|>": len(ranks) + 2}
+    oracle = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    codec = TextCodec(folder)
+    for text in TEXTS:
+        ids = encoded(codec, text)
+        assert ids == oracle.encode(text, allowed_special="all"), text
+        assert codec.decode(ids, skip_special_tokens=False) == oracle.decode(ids)
+        assert_streams(codec, ids)
+    assert codec.vocab_size == len(ranks) + 3
+    assert codec.decode([len(ranks)], skip_special_tokens=False).startswith("<|reserved_token_")
+
+
+@pytest.mark.parametrize("lists_special", [True, False])
+def test_tekken(tmp_path: Path, ranks: dict[bytes, int], lists_special: bool) -> None:
+    """Without a list of special tokens the file is of before v7."""
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<|tool|>"]
+    content: dict[str, Any] = {
+        "config": {
+            "pattern": _PATTERN,
+            "num_vocab_tokens": len(ranks),
+            "default_vocab_size": len(ranks) + 25 - 7,  # the last seven are padding
+            "default_num_special_tokens": 25,
+            "version": "v11",
+        },
+        "vocab": [
+            {"rank": number, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for token, number in ranks.items()
+        ],
+    }
+    if lists_special:
+        content["special_tokens"] = [
+            {"rank": number, "token_str": text, "is_control": True}
+            for number, text in enumerate(special)
+        ]
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    codec = TextCodec(tmp_path)
+    kept = {token: number for token, number in ranks.items() if number < len(ranks) - 7}
+    oracle = tiktoken.Encoding("x", pat_str=_PATTERN, mergeable_ranks=kept, special_tokens={})
+    for text in (*CORPUS, UNSEEN):
+        wanted = [1, *(25 + each for each in oracle.encode(text, disallowed_special=()))]
+        assert encoded(codec, text) == wanted, text
+        assert codec.decode(wanted) == text
+        assert_streams(codec, wanted[1:], wanted[:1])
+    assert codec.encode_word("<s>[INST]</s>") == [1, 3, 2]
+    number = 5 if lists_special else 19
+    text = "<|tool|>" if lists_special else "[TOOL_CONTENT]"
+    assert codec.encode_word(text + "<SPECIAL_24>") == [number, 24]
+    assert codec.vocab_size == len(kept) + 25
+    if lists_special:
+        from transformers.integrations.mistral.tokenizer import MistralConverter
+
+        converted = MistralConverter(str(tmp_path / "tekken.json")).converted()
+        assert converted.get_vocab() == Tokenizer.from_str(codec.to_json()).get_vocab()
+        for text in TEXTS:
+            assert codec.encode_word(text) == converted.encode(text).ids
+
+
+def test_clients_are_told_a_tokenizer_json(tmp_path: Path) -> None:
+    data = train("bpe")
+    codec = TextCodec(write(tmp_path, "tokenizer.model", data, add_bos_token=True, bos_token="<s>"))
+    description = json.loads(ModelInfo("m", tmp_path, LIMITS, codec).to_json())
+    told = Tokenizer.from_str(description["files"]["tokenizer.json"])
+    assert told.encode(SPECIAL).ids == encoded(codec, SPECIAL)
+    assert told.encode(SPECIAL).ids[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("tokenizer.model", b"\x0a\xff\xff", "neither a model of SentencePiece nor ranks"),
+        ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1", "run git lfs pull"),
+        ("tokenizer.model", b"AA== 0\n?! 1\n", "is not Base64"),
+        ("tokenizer.model", b"\x0a\x03\x0a\x01a\x12\x02\x18\x03", "neither BPE nor unigram"),
+        ("tekken.json", b"{", "not valid JSON"),
+        ("tekken.json", b'{"vocab": [], "config": {}}', "config: pattern is missing"),
+        ("tekken.json", b'{"vocab": [1]}', "vocab must be a list of objects"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, name: str, data: bytes, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"^{name}.*{message}"):
+        TextCodec(write(tmp_path, name, data))
+
+
+def test_a_token_that_is_there_with_another_id_is_named(tmp_path: Path) -> None:
+    added = {"900": {"content": "<s>", "special": True}}
+    folder = write(tmp_path, "tokenizer.model", train("bpe"), added_tokens_decoder=added)
+    with pytest.raises(CheckpointError, match=r"'<s>' has the ids 1 and 900"):
+        TextCodec(folder)
