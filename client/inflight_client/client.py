@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import aclosing, suppress
 from functools import partial, wraps
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -34,10 +34,6 @@ _Arguments = ParamSpec("_Arguments")
 
 _READ_AHEAD: Final = 64
 """Items that the loop's thread takes before they are asked for."""
-
-_SIGNAL_CHECK_SECONDS: Final = 0.2
-"""After so long at most Ctrl-C is noticed where a signal does not end a wait: on Windows, or after
-``signal.siginterrupt(SIGINT, False)``."""
 
 _CLOSE_SECONDS: Final = 10.0
 """More than a running HTTP request may take to be stopped on the server."""
@@ -94,7 +90,7 @@ class _Worker:
                 raise RuntimeError(_CLOSED)
             self._loop.call_soon_threadsafe(call.start, self._tasks)
         try:
-            while (entry := _get(call.items)) is not None:
+            while (entry := call.items.get()) is not None:
                 yield entry[0]
                 if call.items.qsize() == _READ_AHEAD // 2:
                     self._notify(call.has_room.set)
@@ -102,9 +98,8 @@ class _Worker:
             if not call.has_ended.is_set() and self._process_id == os.getpid():
                 self._notify(call.cancel)
                 # The garbage collector may end an iteration in the thread that is waited for.
-                while threading.current_thread() is not self._thread:
-                    if call.has_ended.wait(_SIGNAL_CHECK_SECONDS):
-                        break
+                if threading.current_thread() is not self._thread:
+                    call.has_ended.wait()
         if call.errors:
             raise call.errors.pop()
 
@@ -188,12 +183,6 @@ def _run_loop(
 
     loop.run_until_complete(serve())
     loop.close()
-
-
-def _get(items: SimpleQueue[_Item]) -> _Item:
-    while True:
-        with suppress(Empty):
-            return items.get(timeout=_SIGNAL_CHECK_SECONDS)
 
 
 _workers: WeakSet[_Worker] = WeakSet()

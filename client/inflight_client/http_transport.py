@@ -124,10 +124,12 @@ class HttpResponses:
                 self._is_answered.set()
                 if response.status_code != httpx.codes.OK:
                     raise error_of_status(response.status_code, await response.aread())
-                parser = SseParser()
+                rest = b""
                 async for received in response.aiter_bytes():
-                    for data in parser.feed(received):
-                        yield decode_event(data)
+                    *lines, rest = (rest + received).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data:"):
+                            yield decode_event(line.removeprefix(b"data:"))
         except httpx.ConnectError:
             self._is_sent = False  # there is nothing to stop
             raise
@@ -150,42 +152,6 @@ class HttpResponses:
         with suppress(InflightError):  # best effort: the caller has another error already
             async for _ in HttpResponses(self._transport, request, STOP_TIMEOUT).receive():
                 pass
-
-
-class SseParser:
-    """Takes bytes as they arrive, cut anywhere, and gives the data of every complete event.
-
-    Rules: the event stream format of the WHATWG HTML standard, section 9.2: lines end in LF, CR LF
-    or CR, ``data`` lines of one event are joined by LF, a blank line ends the event, an event that
-    the end of the stream cuts off is dropped, lines that start with a colon are comments.
-    """
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[str] = []
-
-    def feed(self, received: bytes) -> list[str]:
-        """The data of the events that ``received`` completes, in order."""
-        # A CR at the end may be half of a CR LF: it waits for the next bytes. Lines are cut before
-        # decoding, so a character split between two reads is whole again here.
-        block = self._rest + received
-        held = b"\r" if block.endswith(b"\r") else b""
-        block = block[: len(block) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        *lines, tail = block.split(b"\n")
-        self._rest = tail + held
-        events: list[str] = []
-        for line in lines:
-            if line:
-                self._read_line(line.decode("utf-8", errors="replace"))
-            elif self._data:
-                events.append("\n".join(self._data))
-                self._data = []
-        return events
-
-    def _read_line(self, line: str) -> None:
-        name, _, value = line.partition(":")
-        if name == "data":
-            self._data.append(value.removeprefix(" "))
 
 
 def client_settings(address: Address, headers: Headers = ()) -> dict[str, Any]:
@@ -216,17 +182,18 @@ def encode_body(request: Request) -> dict[str, object]:
     return body
 
 
-def decode_event(data: str) -> Response:
+def decode_event(data: bytes) -> Response:
     """The tensors of one event; `ServerError` when it carries an error.
 
-    Triton writes a tensor of one element as a plain value.
+    Triton writes an event as one line of JSON, and a tensor of one element as a plain value.
     """
+    text = data.decode("utf-8", errors="replace").strip()
     try:
-        fields = json.loads(data)
+        fields = json.loads(text)
     except json.JSONDecodeError:
         fields = None
     if not isinstance(fields, dict):
-        raise ServerError(f"the server sent an event that is not a JSON object: {data[:200]!r}")
+        raise ServerError(f"the server sent an event that is not a JSON object: {text[:200]!r}")
     if "error" in fields:
         raise ServerError(str(fields["error"]))
     return Response(

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from hashlib import blake2b
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple
 
@@ -104,7 +105,7 @@ def read_trace(path: Path, options: TraceOptions) -> Workload:
 
 
 class _Rows:
-    """The columns of each request by name, from JSON lines or CSV; a row is a line."""
+    """The columns of each request by name, from JSON lines or CSV."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -112,17 +113,17 @@ class _Rows:
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         csv.field_size_limit(MAX_ROW_BYTES)  # texts beside the lengths may have more than 131,072
-        header: list[str] | None = None
-        is_json: bool | None = None
-        for line in self._lines():
-            if is_json is None:
-                is_json = line.lstrip().startswith(("{", "["))
-            if is_json:
-                yield _object(line)
-            elif header is None:
-                header = _cells(line)
-            else:
-                yield dict(zip(header, _cells(line), strict=False))
+        lines = self._lines()
+        first = list(islice(lines, 1))
+        if first and first[0].lstrip().startswith(("{", "[")):
+            yield from map(_object, chain(first, lines))
+            return
+        try:
+            for row in csv.DictReader(chain(first, lines), strict=True, skipinitialspace=True):
+                # Without cells that have no column; a column without a cell is None.
+                yield {name.strip(): value and value.strip() for name, value in row.items() if name}
+        except csv.Error as error:
+            raise RecordingError(f"this is no CSV: {error}") from None
 
     def _lines(self) -> Iterator[str]:
         """Those that are not empty."""
@@ -148,13 +149,6 @@ def _object(line: str) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise RecordingError("one JSON object a line is expected, as `jq -c '.[]'` writes them")
     return content
-
-
-def _cells(line: str) -> list[str]:
-    try:
-        return [cell.strip() for cell in next(csv.reader([line], strict=True))]
-    except csv.Error as error:
-        raise RecordingError(f"this is no CSV: {error}") from None
 
 
 def _kind_of(row: Mapping[str, Any], options: TraceOptions) -> Kind:

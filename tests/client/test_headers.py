@@ -9,21 +9,20 @@ from typing import Any
 import pytest
 from client.conftest import Local
 from client.test_cli import run, server_options
-from support.callers import CALLERS, Caller
 
 from inflight_client import AccessDenied, InflightClient, InvalidArgument
 from inflight_client.headers import checked_headers, parse_headers
 
 KEY = ("infer-key", "s3cret: of mine")
 PREFIX = {"grpc": "triton-grpc-protocol-", "http": ""}
-CALLS: dict[str, Callable[[Caller], Any]] = {
-    "generate": lambda caller: caller.generate("count", 2),
-    "stream": lambda caller: caller.stream([1], 2),
-    "stop": lambda caller: caller.stop("mine"),
-    "stats": lambda caller: caller.stats(1, follow=False),
-    "why": lambda caller: caller.why("waiting"),
-    "recording": lambda caller: caller.recording(),
-    "health": lambda caller: caller.health(),
+CALLS: dict[str, Callable[[InflightClient], Any]] = {
+    "generate": lambda client: client.generate("count", 2),
+    "stream": lambda client: list(client.stream([1], 2)),
+    "stop": lambda client: client.stop("mine"),
+    "stats": lambda client: list(client.stats(follow=False)),
+    "why": lambda client: client.why("waiting"),
+    "recording": lambda client: client.recording(),
+    "health": lambda client: client.health(),
 }
 
 
@@ -33,21 +32,24 @@ def key_of(local: Local) -> dict[str, str]:
     return {PREFIX[local.protocol] + KEY[0]: KEY[1]}
 
 
-@pytest.mark.parametrize("kind", CALLERS)
-@pytest.mark.parametrize("call", CALLS)
-def test_every_call_has_them(call: str, kind: str, local: Local) -> None:
+def call(name: str, local: Local, headers: dict[str, str] | None) -> Any:
+    with InflightClient(local.url, protocol=local.protocol, headers=headers) as client:
+        return CALLS[name](client)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_has_them(name: str, local: Local) -> None:
     headers = key_of(local)
-    assert CALLS[call](CALLERS[kind](local.url, local.protocol, headers=headers)) is not False
+    assert call(name, local, headers) is not False
     for wrong in (None, dict.fromkeys(headers, "another")):
         with pytest.raises(AccessDenied, match=f"'{next(iter(headers))}'. Send it with headers="):
-            CALLS[call](CALLERS[kind](local.url, local.protocol, headers=wrong))
+            call(name, local, wrong)
 
 
-@pytest.mark.parametrize("kind", CALLERS)
-def test_the_question_to_triton_itself_has_them(kind: str, local: Local) -> None:
+def test_the_question_to_triton_itself_has_them(local: Local) -> None:
     """Of a model that does not know ours."""
-    headers = key_of(local)
-    assert CALLERS[kind](local.url, local.protocol, "foreign", headers).health()
+    with InflightClient(local.url, "foreign", local.protocol, headers=key_of(local)) as client:
+        assert client.health()
 
 
 @pytest.mark.slow

@@ -10,13 +10,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.callers import CALLERS, LONG, Caller
 from support.calls import WAIT_SECONDS, assert_counts, assert_counts_in_part, stats_of
 from support.server_process import ServeProcess
 from tokenizers import Tokenizer
@@ -30,6 +31,8 @@ from inflight_server.serve.settings import DEMO_MODEL
 pytestmark = pytest.mark.e2e
 
 PROMPT = "1 2 3"
+LONG = 5_000
+"""Tokens of an answer that no test reads to its end."""
 TOKENIZER: Any = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 COMMAND = [sys.executable, "-m", "inflight_client.cli"]
 
@@ -47,11 +50,11 @@ def url(server: ServeProcess, protocol: Protocol) -> str:
     return server.grpc_url if protocol == "grpc" else server.http_url
 
 
-@pytest.fixture(params=["asyncio", pytest.param("sync", marks=pytest.mark.slow)])
-def caller(request: pytest.FixtureRequest, url: str, protocol: Protocol) -> Caller:
-    """Each client in turn."""
-    kind: str = request.param
-    return CALLERS[kind](url, protocol)
+@pytest.fixture
+def client(url: str, protocol: Protocol) -> Iterator[InflightClient]:
+    """The client for threads, every call of which is one of the asyncio client."""
+    with InflightClient(url, protocol=protocol) as client:
+        yield client
 
 
 @pytest.fixture(autouse=True)
@@ -73,95 +76,93 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def test_whole_and_streamed_answers_to_text_and_to_tokens(caller: Caller) -> None:
-    assert caller.health()
-    result = caller.generate(PROMPT, 120, request_id="whole")
+def test_whole_and_streamed_answers_to_text_and_to_tokens(client: InflightClient) -> None:
+    assert client.health()
+    result = client.generate(PROMPT, 120, request_id="whole")
     assert_counts(PROMPT, result.text, 120)
     assert result.finish == "length"
-    pieces = [chunk.text for chunk in caller.stream(PROMPT, 120)]
+    pieces = [chunk.text for chunk in client.stream(PROMPT, 120)]
     assert len(pieces) > 10  # tokens that pile up travel together
     assert "".join(pieces) == result.text
 
     ids = TOKENIZER.encode(PROMPT).ids
-    answer = caller.generate(ids, 40)
+    answer = client.generate(ids, 40)
     assert (len(answer.token_ids), answer.finish) == (40, "length")
     assert_counts(PROMPT, TOKENIZER.decode(answer.token_ids), 40)
-    chunks = caller.stream(ids, 40)
+    chunks = client.stream(ids, 40)
     assert tuple(token for chunk in chunks for token in chunk.token_ids) == answer.token_ids
 
 
-def test_settings_reach_the_server(caller: Caller) -> None:
-    with_prompt = caller.generate(PROMPT, 10, exclude_input_in_output=False)
+def test_settings_reach_the_server(client: InflightClient) -> None:
+    with_prompt = client.generate(PROMPT, 10, exclude_input_in_output=False)
     assert with_prompt.text == "1 2 3 4 5 6 7 8"
-    stopped = caller.generate(PROMPT, 200, stop_words=["9 1", "nothing"])
+    stopped = client.generate(PROMPT, 200, stop_words=["9 1", "nothing"])
     assert (stopped.text, stopped.finish) == (" 4 5 6 7 8 ", "stop")
     for stops, text in (("79", " 4 5 6 "), ("9", " 4 5 6 7 8 ")):
         ids = TOKENIZER.encode(stops, add_special_tokens=False).ids
-        stopped = caller.generate(PROMPT, 200, stop_token_ids=ids)
+        stopped = client.generate(PROMPT, 200, stop_token_ids=ids)
         assert (stopped.text, stopped.finish) == (text, "stop")
-    assert caller.generate(PROMPT, 9, stop_token_ids=[]).text == " 4 5 6 7 "
+    assert client.generate(PROMPT, 9, stop_token_ids=[]).text == " 4 5 6 7 "
     five = TOKENIZER.encode("5").ids[-1]
-    ended = caller.generate(TOKENIZER.encode(PROMPT).ids, 40, end_id=five)
+    ended = client.generate(TOKENIZER.encode(PROMPT).ids, 40, end_id=five)
     assert ended.finish == "stop"
     assert len(ended.token_ids) < 10
 
 
-def test_several_answers_are_those_of_the_seeds_that_follow(caller: Caller) -> None:
+def test_several_answers_are_those_of_the_seeds_that_follow(client: InflightClient) -> None:
     settings: dict[str, Any] = {"temperature": 50.0, "top_k": 200}
-    answers = caller.generate_many(PROMPT, n=3, max_tokens=12, seed=7, **settings)
-    alone = [caller.generate(PROMPT, 12, seed=seed, **settings) for seed in (7, 8, 9)]
+    answers = client.generate_many(PROMPT, n=3, max_tokens=12, seed=7, **settings)
+    alone = [client.generate(PROMPT, 12, seed=seed, **settings) for seed in (7, 8, 9)]
     assert [answer.text for answer in answers] == [answer.text for answer in alone]
     assert len({answer.text for answer in answers}) == 3
     pieces = ["", ""]
-    for chunk in caller.stream(PROMPT, 12, n=2, seed=7, **settings):
+    for chunk in client.stream(PROMPT, 12, n=2, seed=7, **settings):
         pieces[chunk.index] += chunk.text
     assert pieces == [answer.text for answer in alone[:2]]
 
 
 @pytest.mark.case(67, 69, 74)
 def test_every_way_to_end_an_answer_early(
-    caller: Caller, url: str, protocol: Protocol, server: ServeProcess
+    client: InflightClient, url: str, protocol: Protocol, server: ServeProcess
 ) -> None:
     """A stop by id from another client, leaving the stream, a cancel, a limit of time."""
-    caller.stop("no request has this id")
+    client.stop("no request has this id")
     pieces = []
-    with InflightClient(url, protocol=protocol) as client:
-        for chunk in client.stream(PROMPT, LONG, request_id="stop me"):
+    with InflightClient(url, protocol=protocol) as other:
+        for chunk in other.stream(PROMPT, LONG, request_id="stop me"):
             pieces.append(chunk.text)
             if len(pieces) == 5:
-                caller.stop("stop me")
+                client.stop("stop me")
     assert len(pieces) >= 5
     assert_counts_in_part(PROMPT, "".join(pieces), LONG)
 
-    assert len(caller.stream(PROMPT, LONG, leave_after=3)) == 3
+    assert len(list(islice(client.stream(PROMPT, LONG), 3))) == 3
     wait_until(lambda: is_idle(server), "the blocks are free")
 
-    chunks = caller.cancel_when(PROMPT, lambda: stats_of(server)["Active Request Count"] == 1)
-    text = "".join(chunk.text for chunk in chunks)
-    assert len(text) < LONG, "and perhaps none, if it had no token yet"
+    stream = client.stream(PROMPT, LONG)
+    text = next(stream).text
+    threading.Timer(0.2, stream.cancel).start()
+    text += "".join(chunk.text for chunk in stream)
+    assert len(text) < LONG
     assert_counts(PROMPT, text, len(text))
 
     with pytest.raises(RequestTimeout):
-        caller.generate(PROMPT, LONG, timeout=0.5)
+        client.generate(PROMPT, LONG, timeout=0.5)
     wait_until(lambda: is_idle(server), "the request is cancelled")
 
 
-def test_feed_of_statistics_shows_every_iteration(
-    caller: Caller, url: str, protocol: Protocol
-) -> None:
-    with InflightClient(url, protocol=protocol) as client:
-        stream = client.stream(PROMPT, LONG)
-        next(stream)
-        feed = caller.stats(20)
-        stream.cancel()
-
+def test_feed_of_statistics_shows_every_iteration(client: InflightClient) -> None:
+    stream = client.stream(PROMPT, LONG)
+    next(stream)
+    feed = list(islice(client.stats(), 20))
+    stream.cancel()
     first = feed[1]["Iteration Counter"]
     counters = [stats["Iteration Counter"] for stats in feed[1:]]
     assert counters == list(range(first, first + 19))
     assert all(stats["Active Request Count"] == 1 for stats in feed[1:])
 
 
-def test_errors_of_the_server(caller: Caller) -> None:
+def test_errors_of_the_server(client: InflightClient) -> None:
     refused: list[tuple[str | list[int], int, str]] = [
         ("", 3, "'text_input' is empty"),
         ([], 3, "'input_ids' is empty"),
@@ -171,9 +172,9 @@ def test_errors_of_the_server(caller: Caller) -> None:
     ]
     for prompt, max_tokens, message in refused:
         with pytest.raises(ServerError, match=message):
-            caller.generate(prompt, max_tokens)
+            client.generate(prompt, max_tokens)
         with pytest.raises(ServerError, match=message):
-            caller.stream(prompt, max_tokens)
+            list(client.stream(prompt, max_tokens))
 
 
 @pytest.mark.slow

@@ -70,14 +70,6 @@ def answer_nothing(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, An
     yield from ()
 
 
-@pytest.mark.parametrize("refusal", ["", "[UNAVAILABLE] the server is shutting down"])
-async def test_health_asks_the_model(local_grpc: Local, refusal: str) -> None:
-    """Triton calls it ready all the same."""
-    local_grpc.triton.refusal = refusal
-    answer = await request(local_grpc, "GET", "/health")
-    assert answer.status_code == (503 if refusal else 200)
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status", "hint"),
     [

@@ -259,12 +259,6 @@ def test_chat_template_kwargs(tmp_path: Path) -> None:
     assert len(chat(reader, chat_template_kwargs=named).prompts[0]) == 2
 
 
-def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
-    joined = chat(messages=[{"role": "user", "content": parts}])
-    assert joined.prompts == chat(messages=[{"role": "user", "content": "1\n2"}]).prompts
-
-
 def test_a_model_without_a_template_refuses_chats_only() -> None:
     files = {"tokenizer.json": FILES["tokenizer.json"]}
     bare = make_prompt_reader({**DESCRIPTION, "files": files}, "mine", None)

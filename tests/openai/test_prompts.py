@@ -28,12 +28,6 @@ def test_token_text_keeps_its_leading_space() -> None:
     assert [reader.token(token).text for token in range(4)] == [" Hello", " wor", "ld", "!"]
 
 
-def test_token_text_of_the_demo_model() -> None:
-    reader = make_prompt_reader(DESCRIPTION, None, None)
-    ids = reader.encode("a b", "prompt", add_special_tokens=False)
-    assert [reader.token(token).text for token in ids] == ["a", " ", "b"]
-
-
 @pytest.mark.parametrize(
     ("text", "max_tokens", "param", "words"),
     [

@@ -9,9 +9,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,7 +36,6 @@ from inflight_recorder.timeline import (
     COLOURS,
     ERROR_COLOUR,
     Activity,
-    Interval,
     Timeline,
     build_timeline,
     title,
@@ -150,34 +147,6 @@ def test_the_areas_are_the_numbers(
         expected = [CHART_HEIGHT * value / highest for value in merged]
         assert heights(path, num_columns) == pytest.approx(expected, abs=0.11)
         assert fill == (colour or fill)
-
-
-@pytest.mark.parametrize("max_rows", [240, 1])
-def test_no_text_stands_on_another_or_beyond_the_border(
-    timeline: Timeline, monkeypatch: pytest.MonkeyPatch, max_rows: int
-) -> None:
-    """With everything in the legend that there is, and a scheduler with a long name."""
-    monkeypatch.setattr(exporters, "MAX_ROWS", max_rows)
-    settings = replace(timeline.settings, scheduler_class="policies_of_ours:" + "Fair" * 20)
-    full = replace(timeline, settings=settings, lanes=[*map(copy, timeline.lanes)])
-    full.lanes[0].end_reason = "cancelled"
-    intervals = [Interval(activity, 0, 1) for activity in Activity]
-    full.lanes[0].intervals = intervals
-    boxes = []
-    for text in drawn(full).iter(f"{NAMESPACE}text"):
-        small = re.search(r"[\d.]+", text.attrib.get("style", ""))
-        size = float(small[0]) if small else SIZES[text.attrib["class"]]
-        width = 0.55 * size * len((text.text or "").strip())
-        shift = {"end": 1.0, "middle": 0.5}.get(text.attrib.get("text-anchor", ""), 0.0)
-        left = float(text.attrib["x"]) - shift * width
-        assert left >= 0.0, text.text
-        assert left + width <= LEFT + WIDTH + 28, text.text
-        boxes.append((left, left + width, float(text.attrib["y"]), size, text.text))
-    for one, other in combinations(boxes, 2):
-        is_beside = one[0] >= other[1] or other[0] >= one[1]
-        assert is_beside or abs(one[2] - other[2]) > 0.8 * min(one[3], other[3]), (one, other)
-    names = [text for *_, text in boxes]
-    assert ("stopped, failed or expired" in names) == (max_rows > 1), "crosses stand in rows"
 
 
 @pytest.mark.parametrize("max_columns", [600, 10])

@@ -347,7 +347,7 @@ def test_no_step_runs_where_a_search_was_settled_before_the_decision(
     world.arrive(make_request(1, 8, 9))
     world.arrive(make_request(3, 8, 9))
     world.iterate()
-    assert world.running is not None
+    assert world.is_running
     end(world, 1)
     world.iterate()
     assert [iteration.number for iteration in read(world.text)] == [3]

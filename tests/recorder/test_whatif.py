@@ -75,8 +75,8 @@ def serve(
     for request in requests:
         time_us += rng.randint(0, 2500)
         come(request, time_us)
-    while coming or queue or world.active or world.running:
-        if not world.active and not world.running and not queue:
+    while coming or queue or world.active or world.is_running:
+        if not world.active and not world.is_running and not queue:
             world.clock.time_us = max(world.clock.time_us, float(came[coming[0].request_id]))
         now = world.clock.time_us
         while coming and came[coming[0].request_id] <= now:
@@ -90,7 +90,7 @@ def serve(
         if patience_us is not None:
             expire(world, {each for each in came if came[each] + patience_us <= now})
         num_finished = len(world.finished)
-        if world.active or world.running:
+        if world.active or world.is_running:
             world.iterate()
         else:
             world.recorder.finish_iteration()

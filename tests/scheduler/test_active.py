@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -83,30 +82,6 @@ def test_a_request_of_low_priority_starts_in_a_stream_of_high_ones(
         started_first |= {setup.request_id for setup in batch.setups}
         assert num_arrivals < 200, "it starves"
     assert len(started_first - {0, 1}) <= span + scheduler.micro_batch_scheduler.max_batch_size - 1
-
-
-def test_phases_follow_the_requests() -> None:
-    active = active_with(0.5, 0.5, 0.5)
-    one, two, three = active
-    one.skip_context(0)
-    one.move_to_next_context_chunk()
-    two.tokens += [1] * 5
-    two.prompt_len = 6
-    two.context_chunk_size = 4
-    two.move_to_next_context_chunk()
-    assert ids(active.generation, active.started, active.fresh) == ([0], [1], [2])
-    view = active.generation
-    assert active.generation is view
-    two.move_to_next_context_chunk()
-    assert ids(view, active.generation) == ([0], [0, 1]), "a view is never altered"
-    assert array("Q", active.generation_ids).tolist() == [0, 1]
-    one.finish(FinishReason.CANCELLED)
-    two.pause()
-    assert ids(active.generation, active.fresh) == ([], [1, 2])
-    assert active.num_others == 1
-    assert active.remove(one)
-    assert not active.remove(one)
-    assert (len(active), active.get(0), active.get(2)) == (2, None, three)
 
 
 def test_changes_of_generation_lead_from_one_view_to_the_next() -> None:
@@ -205,21 +180,6 @@ def test_a_pause_needs_no_walk_over_all_requests(
     world.drain()
 
 
-def test_a_request_left_out_beside_a_pause_does_not_run() -> None:
-    """A user's scheduler may decide so, and a token budget, too."""
-    manager = BlockManager(64, 8)
-    world = World(make_scheduler(UTILIZATION, manager, max_batch_size=8), manager, num_slots=8)
-    for request_id in range(3):
-        world.arrive(make_request(request_id, 2, 8))
-    world.step()
-    runs, left_out, paused = world.active
-    batch = world.planner.plan([], [runs], [paused])
-    assert batch.generation_slots == (runs.seq_slot,)
-    world.complete(batch)
-    assert [r.num_generated_tokens for r in (runs, left_out, paused)] == [2, 1, 1]
-    world.drain()
-
-
 @pytest.mark.parametrize("policy", [UTILIZATION, CapacitySchedulerPolicy.GUARANTEED_NO_EVICT])
 def test_more_prompts_than_an_iteration_holds_need_no_walk_over_all_requests(
     policy: CapacitySchedulerPolicy, monkeypatch: pytest.MonkeyPatch
@@ -241,20 +201,6 @@ def test_more_prompts_than_an_iteration_holds_need_no_walk_over_all_requests(
     world.arrive(make_request(9, 21, 1, priority=1.0))
     with pytest.raises(ContextTooLong, match="request 9"):
         scheduler.schedule_request(world.active, ())
-
-
-def test_more_may_generate_than_an_iteration_holds() -> None:
-    """Urgent prompts take the tokens of those who generate, and generate beside them then."""
-    manager = BlockManager(64, 8)
-    scheduler = make_scheduler(UTILIZATION, manager, max_batch_size=8, max_num_tokens=3)
-    world = World(scheduler, manager, num_slots=8)
-    for request_id in range(6):
-        world.arrive(make_request(request_id, priority=0.5 if request_id < 3 else 1.0))
-        if request_id in (2, 5):
-            world.step()
-    assert ids(world.active.generation) == ([3, 4, 5, 0, 1, 2],)
-    assert ids(*world.decide()) == ([], [3, 4, 5], [])
-    world.drain()
 
 
 @pytest.mark.parametrize("policy", CapacitySchedulerPolicy)

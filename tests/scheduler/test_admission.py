@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.scheduler_world import World, make_request
+from support.scheduler_world import make_request
 
 from inflight_scheduler import (
     BlockManager,
-    CapacitySchedulerPolicy,
     CrossBlocks,
     LlmRequest,
     PeftPages,
     Resource,
     WindowBlocks,
-    make_scheduler,
     refusal_reason,
 )
 
@@ -97,21 +95,3 @@ def test_reason(request_: LlmRequest, limits: dict[str, Any], reason: str | None
     }
     found = refusal_reason(request_, **(defaults | limits))
     assert found is None if reason is None else found is not None and reason in found
-
-
-@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy), ids=lambda policy: policy.name)
-@pytest.mark.parametrize("max_new", [5, 8])
-def test_the_largest_admitted_request_runs(policy: CapacitySchedulerPolicy, max_new: int) -> None:
-    request = make_request(1, num_prompt=8, max_new=max_new)
-    may_pause = policy == CapacitySchedulerPolicy.MAX_UTILIZATION
-    manager = BlockManager(num_blocks=4, tokens_per_block=4)
-    budget = 8 + max_new - 1
-    assert (
-        refusal_reason(request, block_manager=manager, max_num_tokens=budget, may_pause=may_pause)
-        is None
-    )
-    scheduler = make_scheduler(policy, manager, max_batch_size=2, max_num_tokens=budget)
-    world = World(scheduler, manager, num_slots=2)
-    world.arrive(request)
-    world.drain()
-    assert request.num_generated_tokens == max_new

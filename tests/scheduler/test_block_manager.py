@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.scheduler_world import generating, make_request
 
 from inflight_scheduler import BlockManager, LlmRequest
+from inflight_scheduler.kv.block_pool import BlockPool
 
 
 def test_story_of_two_tables() -> None:
@@ -34,17 +35,44 @@ def test_no_room_changes_nothing() -> None:
     manager.check_integrity()
 
 
-def test_freeing_nothing_is_harmless() -> None:
-    assert BlockManager(3, 4).free(99) == 0
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([[0, 1], [0, 1]], "block 0 has 2 holders but its reference count is 1"),
+        ([[0, 0], [1]], "one holder has a block twice"),
+        ([[0]], "block 1 has 0 holders"),
+    ],
+)
+def test_integrity_names_what_is_wrong(tables: list[list[int]], message: str) -> None:
+    pool = BlockPool(4)
+    pool.check_integrity([pool.take(2)])
+    with pytest.raises(AssertionError, match=message):
+        pool.check_integrity(tables)
 
 
-def test_integrity_sees_a_table_that_was_tampered_with() -> None:
-    manager = BlockManager(3, 4)
-    manager.allocate(1, 4)
-    manager._tables[2] = [0]
-    manager._num_held += 1
-    with pytest.raises(AssertionError, match="2 holders"):
-        manager.check_integrity()
+def test_a_block_without_holder_is_neither_dropped_nor_kept() -> None:
+    pool = BlockPool(2)
+    pool.drop(pool.take(1))
+    for use in (lambda: pool.drop([0]), lambda: pool.keep(0)):
+        with pytest.raises(AssertionError, match=r"block 0 is .* but has no holder"):
+            use()
+    with pytest.raises(AssertionError):
+        pool.take(3)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "tokens_per_block", "window_size", "message"),
+    [
+        (0, 4, None, "num_blocks must be at least 1, not 0"),
+        (3, 0, None, "tokens_per_block must be at least 1, not 0"),
+        (8, 4, 0, "window_size must be at least 1 or None, not 0"),
+    ],
+)
+def test_what_holds_nothing_is_refused(
+    num_blocks: int, tokens_per_block: int, window_size: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        BlockManager(num_blocks, tokens_per_block, window_size=window_size)
 
 
 def test_later_chunks_need_nothing() -> None:
@@ -52,16 +80,6 @@ def test_later_chunks_need_nothing() -> None:
     request.context_chunk_size = 4
     request.move_to_next_context_chunk()
     assert BlockManager(10, 4).get_needed_blocks_one_step(request) == 0
-
-
-def test_cached_after_step_k_is_prompt_plus_k() -> None:
-    request = make_request(1, num_prompt=5, max_new=9)
-    assert request.num_cached_tokens == 0
-    request.move_to_next_context_chunk()
-    request.add_new_token(1)
-    for k in range(4):
-        assert request.num_cached_tokens == 5 + k
-        request.add_new_token(1)
 
 
 def test_a_pause_does_not_change_what_completion_takes() -> None:
@@ -78,11 +96,6 @@ def test_can_ever_fit_is_about_the_whole_pool() -> None:
     manager.allocate(7, 12)
     assert manager.can_ever_fit(make_request(1, num_prompt=4, max_new=8))
     assert not manager.can_ever_fit(make_request(1, num_prompt=4, max_new=9))
-
-
-def test_blocks_without_room_are_refused() -> None:
-    with pytest.raises(ValueError, match="tokens_per_block must be at least 1, not 0"):
-        BlockManager(3, 0)
 
 
 def ceil(number: int, divisor: int) -> int:
@@ -181,8 +194,3 @@ def test_a_request_that_may_outgrow_the_window_does_not_share() -> None:
     assert manager.first_missing_key(long) is None
     assert manager.get_needed_blocks_one_step(long) == 3
     manager.check_integrity()
-
-
-def test_a_window_is_at_least_one_token() -> None:
-    with pytest.raises(ValueError, match="window_size must be at least 1 or None, not 0"):
-        BlockManager(8, 4, window_size=0)

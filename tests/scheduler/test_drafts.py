@@ -6,144 +6,95 @@ import pytest
 from support.scheduler_world import generating, make_request
 
 from inflight_scheduler import (
-    ActiveRequests,
     BatchPlanner,
     BlockManager,
     ContextChunk,
     FinishReason,
-    LlmRequest,
     VerifiedSlot,
 )
 
 
-def drafting(request: LlmRequest, num_drafts: int) -> LlmRequest:
-    request.set_draft_tokens([0] * num_drafts)
-    return request
+def test_what_a_chunk_cannot_take_is_dropped_when_it_runs() -> None:
+    manager = BlockManager(8, 2)
+    planner = BatchPlanner(manager, 2)
+    request = make_request(1, 3, num_drafts=5)
+    request.num_chunk_drafts = 1
+    batch = planner.plan([request], [])
+    assert (request.num_draft_tokens, manager.num_blocks_of(1)) == (1, 2)
+    assert batch.context_chunks[0].drafts == (0,)
+    planner.update(batch, [1, 2])
+    assert request.num_draft_tokens == 0, "they are verified"
+    assert request.tokens[3:] == [1], "it was wrong"
 
 
-def running(request_id: int, num_drafts: int) -> LlmRequest:
-    return drafting(generating(make_request(request_id, 1), BlockManager(4, 4)), num_drafts)
+def test_a_first_chunk_takes_room_for_all() -> None:
+    manager = BlockManager(8, 2)
+    planner = BatchPlanner(manager, 2)
+    request = make_request(1, 4, 3, num_drafts=9)
+    request.context_chunk_size = 2
+    planner.update(planner.plan([request], []), [])
+    assert (request.num_draft_tokens, manager.num_blocks_of(1)) == (9, 4)
+    with pytest.raises(ValueError, match="10 draft tokens, but its context started with 9"):
+        request.set_draft_tokens([0] * 10)
+    planner.plan([request], [])
+    assert manager.num_blocks_of(1) == 4
 
 
-class TestPlan:
-    def test_what_a_chunk_cannot_take_is_dropped_when_it_runs(self) -> None:
-        manager = BlockManager(8, 2)
-        planner = BatchPlanner(manager, 2)
-        request = make_request(1, 3, num_drafts=5)
-        request.num_chunk_drafts = 1
-        batch = planner.plan([request], [])
-        assert (request.num_draft_tokens, manager.num_blocks_of(1)) == (1, 2)
-        assert batch.context_chunks[0].drafts == (0,)
-        planner.update(batch, [1, 2])
-        assert request.num_draft_tokens == 0, "they are verified"
-        assert request.tokens[3:] == [1], "it was wrong"
+def test_only_drafts_that_can_become_tokens_run() -> None:
+    planner = BatchPlanner(BlockManager(8, 2), 2)
+    request = make_request(1, 2, 3, num_drafts=6)
+    batch = planner.plan([request], [])
+    assert batch.context_chunks[0].drafts == (0, 0), "a third token comes in any case"
+    planner.update(batch, [0, 0, 5])
+    assert (request.tokens[2:], request.finish_reason) == ([0, 0, 5], FinishReason.LENGTH)
+    assert (request.num_verified_drafts, request.num_accepted_drafts) == (2, 2)
 
-    def test_a_first_chunk_takes_room_for_all(self) -> None:
-        manager = BlockManager(8, 2)
-        planner = BatchPlanner(manager, 2)
-        request = make_request(1, 4, 3, num_drafts=9)
-        request.context_chunk_size = 2
-        planner.update(planner.plan([request], []), [])
-        assert (request.num_draft_tokens, manager.num_blocks_of(1)) == (9, 4)
-        with pytest.raises(ValueError, match="10 draft tokens, but its context started with 9"):
-            request.set_draft_tokens([0] * 10)
-        planner.plan([request], [])
-        assert manager.num_blocks_of(1) == 4
 
-    def test_a_generation_step_takes_room_for_all(self) -> None:
-        manager = BlockManager(8, 2)
-        active = ActiveRequests(manager)
-        planner = BatchPlanner(manager, 2, active)
-        request = make_request(1, 2, 9)
-        active.add(request)
-        planner.update(planner.plan([request], []), [1])
-        drafting(request, 4)
-        assert active.num_with_drafts == 1
-        batch = planner.plan([], active.generation)
-        assert len(batch.new_blocks) == 3
-        planner.update(batch, [0, 1, 2, 3, 4])  # one of them was right
-        assert request.tokens[2:] == [1, 0, 1]
-        assert (active.num_with_drafts, request.num_draft_tokens) == (0, 0)
-        for num_blocks in (4, 4, 4, 4, 5):
-            active.check_integrity()
-            planner.update(planner.plan([], active.generation), [1])
-            assert manager.num_blocks_of(1) == num_blocks
+def test_the_run_of_a_generation_and_where_its_slot_stands_then() -> None:
+    planner = BatchPlanner(BlockManager(8, 2), 3)
+    first, second = make_request(1, 2, 9), make_request(2, 3, 9)
+    planner.update(planner.plan([first, second], []), [4, 6])
+    second.set_draft_tokens([7, 8])
+    batch = planner.plan([], [first, second])
+    assert first.seq_slot is not None
+    assert second.seq_slot is not None
+    slots = (first.seq_slot, second.seq_slot)
+    assert (batch.generation_slots, batch.verified) == (slots[:1], ())
+    assert batch.draft_runs == (ContextChunk(slots[1], 3, (6,), True, (7, 8)),)
+    assert (batch.num_tokens, batch.num_context_tokens, batch.num_drawn) == (4, 0, 4)
+    assert planner.token_owners(batch) == [second] * 3 + [first]
+    assert planner.update(batch, [7, 9, 1, 5]) == [second, first]
+    assert (second.tokens[3:], first.tokens[2:]) == ([6, 7, 9], [4, 5])
+    second.set_draft_tokens([3])
+    batch = planner.plan([], [second])
+    assert (batch.verified, batch.draft_runs[0].start) == ((), 5), "the run says it"
+    planner.update(batch, [3, 2])
+    batch = planner.plan([], [first, second])
+    assert batch.verified == (VerifiedSlot(slots[1], 7, 2),)
+    planner.update(batch, [0, 0])
+    assert planner.plan([], [first, second]).verified == (), "told once"
 
-    def test_others_open_their_blocks_in_time(self) -> None:
-        """The calendar of who opens a block is not read in a step with drafts."""
-        manager = BlockManager(8, 4)
-        active = ActiveRequests(manager)
-        planner = BatchPlanner(manager, 2, active)
-        plain, guessing = make_request(1, 2, 9), make_request(2, 1, 9)
-        for request in (plain, guessing):
-            active.add(request)
-        planner.update(planner.plan([plain, guessing], []), [1, 1])
-        for _ in range(3):  # tokens 3 to 5 of the plain one
-            drafting(guessing, 1 if plain.num_tokens == 3 else 0)
-            batch = planner.plan([], active.generation)
-            planner.update(batch, [1] * batch.num_drawn)
-        assert (plain.num_cached_tokens, manager.num_blocks_of(1)) == (5, 2)
 
-    def test_only_drafts_that_can_become_tokens_run(self) -> None:
-        planner = BatchPlanner(BlockManager(8, 2), 2)
-        request = make_request(1, 2, 3, num_drafts=6)
-        batch = planner.plan([request], [])
-        assert batch.context_chunks[0].drafts == (0, 0), "a third token comes in any case"
-        planner.update(batch, [0, 0, 5])
-        assert (request.tokens[2:], request.finish_reason) == ([0, 0, 5], FinishReason.LENGTH)
-        assert (request.num_verified_drafts, request.num_accepted_drafts) == (2, 2)
+def test_a_block_is_kept_as_far_as_tokens_count() -> None:
+    manager = BlockManager(8, 2, enable_reuse=True)
+    planner = BatchPlanner(manager, 2)
+    request = make_request(1, 3, 9, num_drafts=4)
+    planner.update(planner.plan([request], []), [0, 0, 5, 5, 5])
+    assert manager.num_blocks_of(1) == 4
+    request.finish(FinishReason.CANCELLED)
+    planner.release(request)
+    assert manager.num_idle_blocks == 2, "five tokens are cached, the sixth is not"
 
-    def test_the_run_of_a_generation_and_where_its_slot_stands_then(self) -> None:
-        planner = BatchPlanner(BlockManager(8, 2), 3)
-        first, second = make_request(1, 2, 9), make_request(2, 3, 9)
-        planner.update(planner.plan([first, second], []), [4, 6])
-        second.set_draft_tokens([7, 8])
-        batch = planner.plan([], [first, second])
-        assert first.seq_slot is not None
-        assert second.seq_slot is not None
-        slots = (first.seq_slot, second.seq_slot)
-        assert (batch.generation_slots, batch.verified) == (slots[:1], ())
-        assert batch.draft_runs == (ContextChunk(slots[1], 3, (6,), True, (7, 8)),)
-        assert (batch.num_tokens, batch.num_context_tokens, batch.num_drawn) == (4, 0, 4)
-        assert planner.token_owners(batch) == [second] * 3 + [first]
-        assert planner.update(batch, [7, 9, 1, 5]) == [second, first]
-        assert (second.tokens[3:], first.tokens[2:]) == ([6, 7, 9], [4, 5])
-        second.set_draft_tokens([3])
-        batch = planner.plan([], [second])
-        assert (batch.verified, batch.draft_runs[0].start) == ((), 5), "the run says it"
-        planner.update(batch, [3, 2])
-        batch = planner.plan([], [first, second])
-        assert batch.verified == (VerifiedSlot(slots[1], 7, 2),)
-        planner.update(batch, [0, 0])
-        assert planner.plan([], [first, second]).verified == (), "told once"
 
-    def test_nothing_comes_after_the_end(self) -> None:
-        planner = BatchPlanner(BlockManager(8, 2), 2)
-        request = make_request(1, 2, 9, end_id=6, num_drafts=3)
-        planner.update(planner.plan([request], []), [0, 0, 6, 1])
-        assert request.tokens[2:] == [0, 0, 6]
-        assert (request.finish_reason, request.num_accepted_drafts) == (FinishReason.END_ID, 2)
-        request = make_request(2, 2, 9, end_id=0, num_drafts=3)
-        planner.update(planner.plan([request], []), [0, 0, 0, 1])
-        assert (request.tokens[2:], request.num_accepted_drafts) == ([0], 1)
+def test_one_draw_of_a_row_that_failed() -> None:
+    planner = BatchPlanner(BlockManager(8, 2), 2)
+    request = make_request(1, 2, 9, num_drafts=2)
+    planner.update(planner.plan([request], []), [0, -1, 0])
+    assert request.tokens[2:] == [0, -1]
 
-    def test_a_block_is_kept_as_far_as_tokens_count(self) -> None:
-        manager = BlockManager(8, 2, enable_reuse=True)
-        planner = BatchPlanner(manager, 2)
-        request = make_request(1, 3, 9, num_drafts=4)
-        planner.update(planner.plan([request], []), [0, 0, 5, 5, 5])
-        assert manager.num_blocks_of(1) == 4
-        request.finish(FinishReason.CANCELLED)
-        planner.release(request)
-        assert manager.num_idle_blocks == 2, "five tokens are cached, the sixth is not"
 
-    def test_one_draw_of_a_row_that_failed(self) -> None:
-        planner = BatchPlanner(BlockManager(8, 2), 2)
-        request = make_request(1, 2, 9, num_drafts=2)
-        planner.update(planner.plan([request], []), [0, -1, 0])
-        assert request.tokens[2:] == [0, -1]
-
-    def test_a_pause_drops_them(self) -> None:
-        request = running(1, 3)
-        request.pause()
-        assert request.num_draft_tokens == 0
+def test_a_pause_drops_them() -> None:
+    request = generating(make_request(1, 1), BlockManager(4, 4))
+    request.set_draft_tokens([0, 0, 0])
+    request.pause()
+    assert request.num_draft_tokens == 0

@@ -209,21 +209,6 @@ def test_of_those_left_out_each_is_told_what_its_next_step_needs() -> None:
     )
 
 
-def test_none_waits_for_the_text_of_another_in_a_static_batch() -> None:
-    """One of the batch generates, and another of it has computed a part of the same prompt."""
-    manager = BlockManager(20, 4, enable_reuse=True)
-    chunking = ContextChunking(unit_size=4)
-    scheduler = make_scheduler(
-        STATIC_BATCH, manager, max_batch_size=8, max_num_tokens=8, chunking=chunking
-    )
-    cut, waits = (make_request(number, 12, 4, family=1) for number in (2, 3))
-    assert manager.allocate(2, 12) is not None
-    cut.context_chunk_size = 4
-    cut.move_to_next_context_chunk()
-    active = [generating(make_request(1, 8, 8), manager), cut, waits]
-    assert reasons_of(scheduler, active) == {3: "waiting until the running batch has ended"}
-
-
 def test_a_request_whose_last_token_is_being_computed_waits_for_nothing() -> None:
     manager = BlockManager(10, 4)
     scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=8)
@@ -330,16 +315,3 @@ def test_exactly_those_that_do_not_run_have_a_true_reason(
         soak.run_one(dice.random() < 0.7)
         soak.world.settle_running()
         check(soak.world.scheduler, soak.world.active)
-
-
-def test_every_common_reason_occurs_in_such_worlds() -> None:
-    codes: set[WaitCode] = set()
-    for seed in range(12):
-        for policy in CapacitySchedulerPolicy:
-            soak = Soak(random.Random(seed), policy)
-            for _ in range(20):
-                soak.run_one(may_arrive=True)
-                soak.world.settle_running()
-                codes |= check(soak.world.scheduler, soak.world.active)
-    seldom = {WaitCode.STATE, WaitCode.IN_FLIGHT, WaitCode.LEFT_OUT, WaitCode.UNKNOWN}
-    assert codes == set(WaitCode) - seldom

@@ -294,14 +294,6 @@ class TestChunkedContexts:
         micro_batch = MicroBatchScheduler(8, 6, chunking=ContextChunking(unit_size=4))
         assert ids(*micro_batch.schedule([one, two, started])) == ([1, 2], [])
 
-    def test_the_last_chunk_is_known_by_its_end(self) -> None:
-        request = make_request(1, 40)
-        for expected in (12, 12, 12, 4):
-            assert self.schedule([request])[0] == [request]
-            assert request.context_chunk_size == expected
-            assert request.is_last_context_chunk == (expected == 4)
-            request.move_to_next_context_chunk()
-
     def test_the_kept_ones_are_decided_with_the_chunk(self) -> None:
         micro_batch = MicroBatchScheduler(8, 7, chunking=ContextChunking(unit_size=4))
         request = make_request(1, 6, num_drafts=5)

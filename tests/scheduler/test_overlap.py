@@ -51,18 +51,6 @@ def test_the_last_token_is_expected_and_nothing_runs_beyond_it() -> None:
     assert world.num_discarded_tokens == 0
 
 
-def test_a_token_behind_the_end_is_discarded() -> None:
-    answer = answer_alone(make_request(0, 3, 8))
-    world = make_world()
-    request = make_request(0, 3, 8, end_id=answer[4])
-    world.arrive(request)
-    world.drain()
-    assert request.finish_reason is FinishReason.END_ID
-    assert request.tokens == answer[:5]
-    world.step()
-    assert world.num_discarded_tokens == 1
-
-
 def test_a_request_that_ends_while_a_step_runs_gets_no_token() -> None:
     """Even if nothing is left of its answer, as where that begins with a stop word."""
     world = make_world()

@@ -6,7 +6,6 @@ within the steps that the first k need alone, and is paused at most once in each
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_engine import tokens_alone
@@ -57,18 +56,3 @@ def test_a_request_that_is_paused_repeatedly_ends_within_the_bound(
             if request.is_finished:
                 assert iteration <= num_steps_alone(lengths[: request.request_id + 1])
     assert [request.tokens for request in requests] == alone
-
-
-def test_pauses_are_frequent_in_a_small_pool() -> None:
-    """In a small pool the last one is paused several times, and ends nonetheless."""
-    world, requests = crowd([(2, 12)] * 8, 9, reuse=False)
-    world.drain()
-    assert max(request.num_pauses for request in requests) >= 3
-    assert all(request.is_finished for request in requests)
-
-
-@pytest.mark.parametrize("reuse", [False, True])
-def test_a_request_as_large_as_the_pool_is_never_its_own_victim(reuse: bool) -> None:
-    world, (request,) = crowd([(4, 10)], 7, reuse=reuse)
-    world.drain()
-    assert (request.num_pauses, request.num_generated_tokens) == (0, 10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from support.fake_engine import FakeEngine, tokens_alone
 from support.scheduler_world import make_request
 
 from inflight_scheduler import (
@@ -16,7 +15,6 @@ from inflight_scheduler import (
     SamplingParams,
     SlotSetup,
 )
-from inflight_scheduler.planning.slot_pool import SlotPool
 
 
 def make_planner(num_blocks: int = 6, num_slots: int = 4) -> BatchPlanner:
@@ -65,33 +63,6 @@ def test_story_of_two_requests() -> None:
     assert third.new_blocks == (BlockAssignment(1, 0, 1),)
 
 
-def test_story_of_a_pause() -> None:
-    planner = make_planner(num_blocks=3)
-    engine = FakeEngine(3, 4)
-    one = make_request(1, num_prompt=4, max_new=5)
-    two = make_request(2, num_prompt=5, max_new=4)
-    alone = tokens_alone(two.tokens, 4, end_id=-1, min_length=0)
-    first = planner.plan([one, two], [])
-    assert planner.block_manager.block_table(2) == (1, 2)
-    planner.update(first, engine.execute(first))
-
-    paused = planner.plan([], [one], [two])
-    assert planner.block_manager.block_table(1) == (0, 1), "a block of the paused one is reused"
-    assert planner.block_manager.block_table(2) == ()
-    assert (two.seq_slot, two.prompt_len, two.num_pauses) == (None, 6, 1)
-    planner.update(paused, engine.execute(paused))
-    planner.release(one)
-
-    resumed = planner.plan([two], [])
-    assert resumed.context_chunks[0].tokens == tuple(alone[:6])
-    assert resumed.setups[0].min_end_position == 5, "a pause does not move it"
-    planner.update(resumed, engine.execute(resumed))
-    while not two.is_finished:
-        batch = planner.plan([], [two])
-        planner.update(batch, engine.execute(batch))
-    assert two.tokens == alone
-
-
 def test_chunks_take_the_blocks_of_the_whole_prompt_at_once() -> None:
     planner = make_planner()
     request = make_request(1, num_prompt=9, max_new=2)
@@ -106,47 +77,6 @@ def test_chunks_take_the_blocks_of_the_whole_prompt_at_once() -> None:
     assert planner.update(last, [3]) == [request]
 
 
-def test_tokens_of_contexts_come_before_those_of_generation() -> None:
-    planner = make_planner()
-    running, fresh, chunked = make_request(1, 2), make_request(2, 2), make_request(3, 8)
-    planner.update(planner.plan([running], []), [1])
-    chunked.context_chunk_size = 5
-    batch = planner.plan([chunked, fresh], [running])
-    assert batch.num_tokens == 5 + 2 + 1
-    assert planner.update(batch, [8, 9]) == [fresh, running]
-    assert (fresh.tokens[-1], running.tokens[-1]) == (8, 9)
-
-
-@pytest.mark.parametrize("ending", ["release", "pause"])
-def test_a_late_token_is_dropped(ending: str) -> None:
-    planner = make_planner(num_slots=2)
-    gone, stays = make_request(1, 2), make_request(2, 2)
-    planner.update(planner.plan([gone, stays], []), [1, 1])
-    batch = planner.plan([], [gone, stays])
-    num_tokens = gone.num_tokens
-    if ending == "release":
-        gone.finish(FinishReason.CANCELLED)
-        planner.release(gone)
-    else:
-        planner.plan([], [], [gone])
-    newcomer = make_request(3, 2)
-    next_batch = planner.plan([newcomer], [])
-    assert next_batch.setups[0].slot == batch.generation_slots[0], "the slot has a new owner"
-    assert planner.update(batch, [4, 5]) == [stays]
-    assert (gone.num_tokens, newcomer.num_tokens) == (num_tokens, 2)
-    assert planner.update(next_batch, [6]) == [newcomer]
-
-
-def test_a_context_that_was_stopped_meanwhile_is_dropped_too() -> None:
-    planner = make_planner()
-    gone, stays = make_request(1, 2), make_request(2, 2)
-    batch = planner.plan([gone, stays], [])
-    gone.finish(FinishReason.CANCELLED)
-    planner.release(gone)
-    assert planner.update(batch, [4, 5]) == [stays]
-    assert (gone.num_generated_tokens, stays.tokens[-1]) == (0, 5)
-
-
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3]])
 def test_a_wrong_number_of_tokens_is_refused(tokens: list[int]) -> None:
     planner = make_planner()
@@ -156,19 +86,6 @@ def test_a_wrong_number_of_tokens_is_refused(tokens: list[int]) -> None:
         planner.update(batch, tokens)
     assert all(request.is_context_init_state for request in requests)
     assert planner.discard(batch) == requests
-
-
-def test_a_failed_batch_gives_back_its_requests() -> None:
-    planner = make_planner()
-    one, two, idle = make_request(1, 2), make_request(2, 2), make_request(3, 2)
-    planner.update(planner.plan([one, idle], []), [1, 1])
-    failed = planner.plan([two], [one])
-    assert planner.discard(failed) == [two, one]
-    for request in (one, two):
-        planner.release(request)
-    assert planner.block_manager.num_used_blocks == 1, "the idle one is undisturbed"
-    batch = planner.plan([], [idle])
-    assert planner.update(batch, [1]) == [idle]
 
 
 class Unsteady(BlockManager):
@@ -241,17 +158,3 @@ def test_scheduling_without_room_is_our_bug() -> None:
     planner = make_planner(num_slots=1)
     with pytest.raises(AssertionError, match="all 1 slots are taken"):
         planner.plan([make_request(1), make_request(2)], [])
-
-
-def test_slots_are_counted() -> None:
-    pool = SlotPool(3)
-    assert [pool.assign(), pool.assign()] == [0, 1]
-    pool.check_integrity([0, 1])
-    with pytest.raises(AssertionError, match="of 3 slots"):
-        pool.check_integrity([0])
-    pool.free(0)
-    assert pool.num_free_slots == 2
-    with pytest.raises(AssertionError):
-        pool.free(3)
-    with pytest.raises(ValueError, match="num_slots must be at least 1, not 0"):
-        SlotPool(0)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.fake_engine import FakeEngine
 from support.scheduler_world import World, ids, make_request
 
@@ -117,27 +120,40 @@ def test_a_copy_may_come_from_a_block_that_is_evicted_in_the_same_plan() -> None
     assert [request.num_generated_tokens for request in both] == [1, 1]
 
 
-def test_a_prompt_of_full_blocks_computes_its_last_one_again() -> None:
-    server = Server()
-    server.run(request_with(1, PROMPT[:8], 1))
-    assert server.manager.match_prefix(request_with(2, PROMPT[:8])) == PrefixMatch((0,), None, 4)
-    assert server.manager.match_prefix(request_with(2, PROMPT[:9])).num_tokens == 8
+@pytest.mark.case(66)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 1), min_size=1, max_size=9),
+            st.sampled_from([b"", b"", b"one", b"on", b"one ", b"one\0"]),
+            st.sampled_from([None, None, 1, 2]),
+            st.sampled_from([0, 0, 0, 3]),
+        ),
+        min_size=2,
+        max_size=12,
+    )
+)
+def test_a_prompt_finds_the_longest_beginning_that_was_left(
+    requests: list[tuple[list[int], bytes, int | None, int]],
+) -> None:
+    """Full blocks of the same salt and adapter, prompt and answer; an encoder shares nothing.
 
+    The last token of a prompt is always computed, and that of an answer never is.
+    """
+    server = Server(num_blocks=200, tokens_per_block=2)
+    left: set[tuple[object, ...]] = set()
 
-def test_another_beginning_is_another_text() -> None:
-    server = Server()
-    server.run(request_with(1, PROMPT, 1))
-    assert server.manager.count_reusable_tokens(request_with(2, [99, *PROMPT[1:]])) == 0
-    assert server.manager.count_reusable_tokens(request_with(2, [*PROMPT[:4], *[5] * 6])) == 4
+    def beginnings(tokens: list[int]) -> list[tuple[object, ...]]:
+        return [(salt, adapter, *tokens[:end]) for end in range(2, len(tokens), 2)]
 
-
-def test_another_salt_shares_nothing() -> None:
-    server = Server(may_copy=True)
-    server.run(request_with(1, PROMPT, salt=b"one"))
-    for other in (b"two", b"on", b"one ", b"one\0"):
-        assert server.manager.count_reusable_tokens(request_with(2, PROMPT, salt=other)) == 0
-    assert server.manager.count_reusable_tokens(request_with(2, PROMPT)) == 0
-    assert server.manager.count_reusable_tokens(request_with(2, PROMPT, salt=b"one")) == 8
+    for number, (prompt, salt, adapter, encoder_length) in enumerate(requests):
+        request = LlmRequest(number, prompt, 4, cache_salt=salt, lora_task_id=adapter)
+        request.encoder_length = encoder_length  # and its output is there
+        shared = [] if encoder_length else list(takewhile(left.__contains__, beginnings(prompt)))
+        assert server.manager.count_reusable_tokens(request) == 2 * len(shared)
+        server.run(request)
+        if not encoder_length:
+            left.update(beginnings(request.tokens))
 
 
 def test_the_hash_key_is_of_this_process_only() -> None:
@@ -159,14 +175,6 @@ def test_context_blocks_are_shared_while_the_first_still_runs() -> None:
     assert server.manager.ref_count(0) == 1
     server.finish(second)
     server.manager.check_integrity()
-
-
-@pytest.mark.case(66)
-def test_what_was_generated_is_kept_too_but_not_what_is_half_written() -> None:
-    server = Server()
-    first = request_with(1, PROMPT[:3], 7)  # 3 + 6 tokens are computed: two full blocks
-    server.run(first)
-    assert server.manager.count_reusable_tokens(request_with(2, [*first.tokens, 1, 1, 1])) == 8
 
 
 @pytest.mark.case(66)
@@ -309,18 +317,6 @@ def test_another_adapter_shares_nothing() -> None:
     assert found(LlmRequest(2, PROMPT, 2, lora_task_id=2)) == found(LlmRequest(3, PROMPT, 2)) == 0
     assert found(LlmRequest(4, PROMPT, 2, lora_task_id=1)) == 8
     assert found(LlmRequest(5, PROMPT, 2, lora_task_id=1, cache_salt=b"other")) == 0
-
-
-def test_what_depends_on_an_encoder_is_neither_left_nor_found() -> None:
-    server = Server(may_copy=True)
-    with_encoder = [LlmRequest(i, PROMPT, 2, encoder_length=3) for i in (1, 2)]
-    for request in with_encoder:
-        request.finish_encoder()
-    server.run(with_encoder[0])
-    assert server.manager.num_idle_blocks == 0
-    server.run(request_with(3, PROMPT))
-    assert server.manager.count_reusable_tokens(with_encoder[1]) == 0
-    assert server.manager.count_reusable_tokens(request_with(4, PROMPT)) == 8
 
 
 def test_text_that_a_pause_of_beams_throws_away_is_not_remembered() -> None:

@@ -47,18 +47,6 @@ def test_soak(policy: CapacitySchedulerPolicy) -> None:
     assert sum(world.num_discarded_tokens for world in worlds) > 30
 
 
-@pytest.mark.slow
-@POLICIES
-def test_a_hundred_thousand_iterations(policy: CapacitySchedulerPolicy) -> None:
-    """A third of them for each policy, with the invariants after every eighth step."""
-    num_iterations, seed = 0, 1000
-    while num_iterations < 100_000 // 3:
-        soak = Soak(random.Random(seed), policy, check_every=8)
-        soak.run(500)
-        num_iterations += soak.num_iterations
-        seed += 1
-
-
 def run_crowd(
     world: World, dice: random.Random, requests: Iterable[LlmRequest], max_gap: int
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.scheduler_world import make_request
 
-from inflight_scheduler import FinishReason, LlmRequestState, SamplingParams
+from inflight_scheduler import LlmRequestState, SamplingParams
 
 
 def test_states_have_the_published_values_in_chronological_order() -> None:
@@ -37,48 +37,6 @@ def test_states_have_the_published_values_in_chronological_order() -> None:
 )
 def test_greedy_rule(params: SamplingParams, is_greedy: bool) -> None:
     assert params.is_greedy is is_greedy
-
-
-def test_chunks_lead_to_generation() -> None:
-    request = make_request(1, num_prompt=5)
-    request.context_chunk_size = 3
-    assert request.is_first_context_chunk
-    assert not request.is_last_context_chunk
-    request.move_to_next_context_chunk()
-    assert (request.context_current_position, request.context_chunk_size) == (3, 2)
-    assert request.is_context_init_state
-    assert request.is_last_context_chunk
-    assert request.num_cached_tokens == 3
-    request.move_to_next_context_chunk()
-    assert request.is_generation_in_progress_state
-    assert not request.is_context_init_state
-
-
-def test_finish_reasons() -> None:
-    at_end, at_length = make_request(1, end_id=3), make_request(2, max_new=2)
-    at_end.add_new_token(3)
-    assert (at_end.is_finished, at_end.finish_reason) == (True, FinishReason.END_ID)
-    at_length.add_new_token(3)
-    assert (at_length.is_finished, at_length.num_remaining_tokens) == (False, 1)
-    at_length.add_new_token(3)
-    assert (at_length.is_finished, at_length.finish_reason) == (True, FinishReason.LENGTH)
-
-
-def test_pause_turns_generated_tokens_into_prompt() -> None:
-    request = make_request(1, num_prompt=3, max_new=5)
-    request.move_to_next_context_chunk()
-    for token in (7, 8):
-        request.add_new_token(token)
-    request.num_sent_tokens = 2
-    before = list(request.tokens)
-    request.pause()
-    assert request.tokens == before
-    assert (request.prompt_len, request.orig_prompt_len) == (5, 3)
-    assert (request.num_generated_tokens, request.num_remaining_tokens) == (2, 3)
-    assert (request.context_current_position, request.context_chunk_size) == (0, 5)
-    assert (request.seq_slot, request.num_sent_tokens, request.num_pauses) == (None, 2, 1)
-    assert request.is_context_init_state
-    assert request.num_cached_tokens == 0
 
 
 def test_repr_says_what_one_wants_to_know_and_no_text() -> None:

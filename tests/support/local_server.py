@@ -153,6 +153,7 @@ class LocalTriton:
                 time.sleep(GAP_SECONDS)
             return
         count = arrival.values["max_tokens"]
+        before = "é" if prompt == "accents" else " "
         for number in range(1, count + 1):
             if arrival.request_id in self.stops:
                 return
@@ -161,7 +162,7 @@ class LocalTriton:
             if prompt == "fail late" and number > 2:
                 raise ModelError("a step of the engine failed")
             if arrival.values["stream"]:
-                yield {"text_output": [f" {number}"]}
+                yield {"text_output": [f"{before}{number}"]}
                 arrival.num_sent += 1
                 time.sleep(GAP_SECONDS)
         if not arrival.values["stream"]:

@@ -7,12 +7,16 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import pytest
 from hypothesis import strategies as st
 from support.fake_engine import VOCAB_SIZE, draw
 from support.scheduler_world import make_request
 
+from inflight_backend.engine.interface import StepOutputs
+from inflight_backend.manager.batcher import Batcher
+from inflight_backend.manager.step_loop import StepLoop
 from inflight_recorder import recorder as recorder_module
 from inflight_recorder.cost_model import CostModel, Load
 from inflight_recorder.recorder import FlightRecorder
@@ -45,20 +49,24 @@ BASE = Settings(MAX_UTILIZATION, 24, 4, 8, 40, enable_reuse=True, may_copy_block
 chunkings = st.none() | st.builds(
     ContextChunking, st.sampled_from(ContextChunkingPolicy), st.integers(1, 4)
 )
-small_settings = st.builds(
-    Settings,
-    policy=st.just(GUARANTEED),
-    num_blocks=st.integers(2, 16),
-    tokens_per_block=st.sampled_from([1, 2, 4]),
-    max_batch_size=st.integers(1, 8),
-    max_num_tokens=st.none() | st.integers(4, 40),
-    chunking=chunkings,
-)
-"""Of worlds in which everything soon runs short; each policy takes its turn in them."""
+
+
+class _Pending:
+    """A step that runs: its tokens are drawn when they are read."""
+
+    def __init__(self, world: RecordedWorld, batch: ScheduledBatch) -> None:
+        self._world = world
+        self._batch = batch
+
+    def read(self) -> list[int]:
+        return self._world.run_step(self._batch, ("lost",))
+
+    def read_outputs(self) -> StepOutputs | None:
+        return self._world.take_outputs()
 
 
 class RecordedWorld:
-    """The loop of the batch manager around a recorder; the model is that of `World`.
+    """The batcher and the engine of a `StepLoop`, around a recorder; the model is that of `World`.
 
     With ``prices`` time goes by while a step is waited for, and only then. ``batches`` are all that
     were planned, one for each decision.
@@ -69,6 +77,7 @@ class RecordedWorld:
         settings: Settings,
         scheduler: RequestScheduler | None = None,
         prices: CostModel | None = None,
+        max_beams: int = 1,
     ) -> None:
         self.manager = BlockManager(
             settings.num_blocks,
@@ -77,7 +86,7 @@ class RecordedWorld:
             may_copy_blocks=settings.may_copy_blocks,
         )
         self.active = ActiveRequests(self.manager, settings.priority_span)
-        self.planner = BatchPlanner(self.manager, settings.max_batch_size, self.active)
+        self.planner = BatchPlanner(self.manager, settings.max_batch_size, self.active, max_beams)
         self.scheduler = scheduler or scheduler_of(settings.policy, settings, self.planner)
         self.clock = Clock()
         self.recorder = FlightRecorder(
@@ -87,46 +96,36 @@ class RecordedWorld:
             clock=time.monotonic_ns if prices is None else self.clock,
         )
         self._prices = prices
-        self._price_of_running = 0.0
+        self._price_of: dict[int, float] = {}  # of the steps that were planned, by iteration
         self.batches: list[ScheduledBatch] = []
-        self.is_overlapped = settings.is_overlapped
-        self.running: ScheduledBatch | None = None
         self.finished: list[LlmRequest] = []
-        self.num_pauses = 0
+        self.num_pauses = self.num_paused = 0
+        self.is_overlapped = settings.is_overlapped
+        self.engine = self
+        self._loop = StepLoop(cast(Batcher, self))
+        self._fault = ""
+        self._decision: Lists = ([], [], [])
+        self._candidates: dict[int, list[Candidate]] = {}
 
     def arrive(self, request: LlmRequest, came_ns: int | None = None) -> None:
         """Make ``request`` active."""
         self.active.add(request)
         self.recorder.arrived(request, came_ns)
 
-    def decide(self) -> Lists:
-        """What the scheduler says, noted."""
-        decision = self.scheduler.schedule_request(self.active, ())
-        if decision[2] and self.running is not None:
-            decision = ([], [], [])
-        self.recorder.decided(self.active, *decision)
-        return decision
-
     def iterate(self, stops: Iterable[LlmRequest] = (), fault: str = "") -> Lists:
-        """One pass of the loop: decide, run, then the stops.
+        """One turn of the loop, then the stops; returns the decision.
 
         ``fault``: "failed" for the step that is decided, "lost" for the one before (overlapped),
         "unseen" if only those get no token of that who have left meanwhile, and "broken" for one
         whose numbers have failed.
         """
-        decision = self.decide()
-        batch = self.planner.plan(*decision)
-        self.num_pauses += len(decision[2])
-        self.recorder.carried_out(self.manager.num_free_blocks)
-        self.batches.append(batch)
-        self._wait(batch, decision[1])
-        run = self._run_overlapped if self.is_overlapped else self._run
-        settled, hurt = run(batch, fault)
-        for request in settled:
+        self._fault, self._decision = fault, ([], [], [])
+        outcome = self._loop.run_once()
+        for request in outcome.advanced:
             is_broken = request.tokens[request.num_drawn_tokens - 1] < 0
             if request.is_finished or is_broken:
                 self.end(request, "no token" if is_broken else "")
-        for request in hurt:
+        for request in outcome.failed:
             if self.active.get(request.request_id) is request:
                 self.end(request, "failed")
         for request in stops:
@@ -134,68 +133,7 @@ class RecordedWorld:
                 request.finish(FinishReason.CANCELLED)
                 self.end(request)
         self.recorder.finish_iteration()
-        return decision
-
-    def _wait(self, batch: ScheduledBatch, generation: Sequence[LlmRequest]) -> None:
-        """For the step, overlapped for the one before."""
-        if self._prices is None:
-            return
-        num_cached = sum(request.num_cached_tokens * request.num_rows for request in generation)
-        num_tokens = sum(len(chunk.tokens + chunk.drafts) for chunk in batch.context_chunks)
-        num_rows = sum(request.num_rows for request in generation)
-        num_rows += sum(len(run.drafts) for run in batch.draft_runs)
-        load = Load(num_tokens, len(batch.context_chunks), num_rows, num_cached)
-        price = 0.0 if batch.is_empty else self._prices.predict(load)
-        if self.is_overlapped:
-            price, self._price_of_running = self._price_of_running, price
-        self.clock.time_us += price
-
-    def _run(self, batch: ScheduledBatch, fault: str) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """Who got a token, and whom a fault has hurt."""
-        if batch.is_empty:
-            return [], []
-        if fault in ("failed", "lost"):
-            self.recorder.failed()
-            return [], self.planner.discard(batch)
-        return self.planner.update(batch, self._draw(batch, fault)), []
-
-    def _run_overlapped(
-        self, batch: ScheduledBatch, fault: str
-    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """As `StepLoop.run_once`."""
-        planner = self.planner
-        before, self.running = self.running, None
-        has_failed = fault == "failed" and not batch.is_empty
-        if not batch.is_empty and not has_failed:
-            planner.assume_step(batch)
-            self.running = batch
-        settled: list[LlmRequest] = []
-        hurt: list[LlmRequest] = []
-        if before is not None and fault == "lost":
-            self.recorder.lost()
-            hurt += planner.discard(before)
-            if self.running is not None:
-                hurt += planner.discard(self.running)
-                self.running = None
-        elif before is not None:
-            tokens = self._draw(before, fault)
-            if fault == "unseen":
-                owners = planner.token_owners(before)
-                pairs = zip(owners, tokens, strict=True)
-                tokens = [token if r.num_pending_tokens else -1 for r, token in pairs]
-            settled = planner.apply_tokens(before, tokens)
-            if planner.has_forgotten:
-                self.recorder.forgot()
-        if has_failed:
-            self.recorder.failed()
-            hurt += planner.discard(batch)
-        return settled, hurt
-
-    def _draw(self, batch: ScheduledBatch, fault: str = "") -> list[int]:
-        """The same text goes on in the same way, as with a greedy model."""
-        owners = self.planner.token_owners(batch)
-        broken = owners[:1] if fault == "broken" else []
-        return [-1 if r in broken else draw(r.tokens[: r.num_drawn_tokens], -1, 0) for r in owners]
+        return self._decision
 
     def end(self, request: LlmRequest, error: str = "") -> None:
         """Release, and take from the active list."""
@@ -207,24 +145,98 @@ class RecordedWorld:
         self.recorder.ended(request, error)
 
     @property
+    def is_running(self) -> bool:
+        """True while the tokens of a step are to come."""
+        return self._loop.is_running
+
+    @property
     def text(self) -> str:
         """The recording."""
         return "".join(self.recorder.lines())
 
+    # What the loop asks of its batcher, and of the engine.
+
+    @property
+    def wants_drafts(self) -> bool:
+        return self.active.num_with_drafts > 0
+
+    def schedule(self, *, may_pause: bool = True) -> ScheduledBatch:
+        if not self.active:
+            return self.planner.plan((), ())
+        lists = self.scheduler.schedule_request(self.active, ())
+        context, generation, paused = self._decision = (
+            ([], [], []) if lists[2] and not may_pause else lists
+        )
+        self.recorder.decided(self.active, context, generation, paused)
+        batch = self.planner.plan(context, generation, paused)
+        self.recorder.carried_out(self.manager.num_free_blocks)
+        self.num_pauses += len(paused)
+        self.batches.append(batch)
+        if self._prices is not None:
+            self._price_of[batch.iteration] = self._prices.predict(_load_of(batch, generation))
+        return batch
+
+    def prepare_sampling(self, batch: ScheduledBatch, before: object = None) -> None:
+        """There are no hooks."""
+
+    def execute(self, batch: ScheduledBatch) -> list[int]:
+        return self.run_step(batch, ("failed", "lost"))
+
+    def submit(self, batch: ScheduledBatch) -> _Pending:
+        if self._fault == "failed":
+            raise RuntimeError("the step has failed")
+        return _Pending(self, batch)
+
+    def take_outputs(self) -> StepOutputs | None:
+        return StepOutputs(candidates=self._candidates) if self._candidates else None
+
+    def run_step(self, batch: ScheduledBatch, failures: Sequence[str]) -> list[int]:
+        """The same text goes on in the same way, as with a greedy model."""
+        self.clock.time_us += self._price_of.pop(batch.iteration, 0.0)
+        if self._fault in failures:
+            raise RuntimeError("the step has failed")
+        owners, tokens = self.planner.token_owners(batch), list[int]()
+        for run in (run for run in batch.runs if run.is_last):
+            text = owners[len(tokens)].tokens[: run.start + len(run.tokens)]
+            ends = range(len(run.drafts) + 1)
+            tokens += [draw([*text, *run.drafts[:end]], -1, 0) for end in ends]
+        tokens += [draw(r.tokens[: r.num_drawn_tokens], -1, 0) for r in owners[len(tokens) :]]
+        broken = owners[:1] if self._fault == "broken" else []
+        if self._fault == "unseen" and self.is_overlapped:
+            broken = [request for request in owners if not request.num_pending_tokens]
+        self._candidates = self._candidates_of(owners, broken)
+        return [-1 if r in broken else token for r, token in zip(owners, tokens, strict=True)]
+
+    def _candidates_of(
+        self, owners: Iterable[LlmRequest], broken: Sequence[LlmRequest]
+    ) -> dict[int, list[Candidate]]:
+        """Of every row; in most steps all go on from one that is far better than the others."""
+        found = {}
+        for request in owners:  # one without a slot has left while the step ran
+            if request.beams is None or request in broken or request.seq_slot is None:
+                continue
+            best = draw([request.request_id, request.num_tokens], -1, 0) % 4
+            for row in range(request.num_rows):
+                lead = 20.0 if row == best else 0.0
+                found[request.seq_slot + row] = [
+                    (token, lead - 30.0 - token) for token in range(2 * MAX_BEAMS)
+                ]
+        return found
+
+
+def _load_of(batch: ScheduledBatch, generation: Sequence[LlmRequest]) -> Load:
+    num_cached = sum(request.num_cached_tokens * request.num_rows for request in generation)
+    num_tokens = sum(len(chunk.tokens + chunk.drafts) for chunk in batch.context_chunks)
+    num_rows = sum(request.num_rows for request in generation)
+    num_rows += sum(len(run.drafts) for run in batch.draft_runs)
+    return Load(num_tokens, len(batch.context_chunks), num_rows, num_cached)
+
 
 class SearchingWorld(RecordedWorld):
-    """Every request searches with 1 to 3 beams, or fewer where these do not fit.
-
-    As in `StepLoop` a step of searches is settled before the next decision, in an iteration
-    of its own if it ends somebody.
-    """
+    """Every request searches with 1 to 3 beams, or fewer where these do not fit."""
 
     def __init__(self, settings: Settings, prices: CostModel | None = None) -> None:
-        super().__init__(settings, prices=prices)
-        self.planner = BatchPlanner(
-            self.manager, settings.max_batch_size, self.active, max_beam_width=MAX_BEAMS
-        )
-        self.scheduler = scheduler_of(settings.policy, settings, self.planner)
+        super().__init__(settings, prices=prices, max_beams=MAX_BEAMS)
 
     def arrive(self, request: LlmRequest, came_ns: int | None = None) -> None:
         for width in range(1 + request.request_id % MAX_BEAMS, 1, -1):
@@ -243,62 +255,6 @@ class SearchingWorld(RecordedWorld):
                 break
         super().arrive(request, came_ns)
 
-    def iterate(self, stops: Iterable[LlmRequest] = (), fault: str = "") -> Lists:
-        before = self.running
-        if before is not None and self.planner.must_apply_first(before):
-            self.running = None
-            if self._settle_first(before, fault):
-                return [], [], []
-        return super().iterate(stops, fault)
-
-    def _settle_first(self, before: ScheduledBatch, fault: str) -> bool:
-        """Whether this has ended somebody; then it was an iteration."""
-        self.clock.time_us += self._price_of_running
-        self._price_of_running = 0.0
-        if fault == "lost":
-            self.recorder.lost()
-            ended = [(request, "failed") for request in self.planner.discard(before)]
-        else:
-            tokens, candidates = self._draw(before, fault), self._candidates(before, fault)
-            settled = self.planner.apply_tokens(before, tokens, candidates)
-            ended = [
-                (request, "no token" if request.tokens[-1] < 0 else "")
-                for request in settled
-                if request.is_finished or request.tokens[-1] < 0
-            ]
-            if self.planner.has_forgotten:
-                self.recorder.forgot()
-        if ended:
-            self.recorder.settled(self.active)
-            for request, error in ended:
-                if self.active.get(request.request_id) is request:
-                    self.end(request, error)
-            self.recorder.finish_iteration()
-        return bool(ended)
-
-    def _run(self, batch: ScheduledBatch, fault: str) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        if batch.is_empty or fault in ("failed", "lost"):
-            return super()._run(batch, fault)
-        tokens, candidates = self._draw(batch, fault), self._candidates(batch, fault)
-        return self.planner.update(batch, tokens, candidates), []
-
-    def _candidates(self, batch: ScheduledBatch, fault: str) -> dict[int, list[Candidate]]:
-        """Of every row; in most steps all go on from one that is far better than the others."""
-        found = {}
-        owners = self.planner.token_owners(batch)
-        for request in owners:
-            if fault == "broken" and request is owners[0]:
-                continue
-            if request.seq_slot is None:  # it has left while the step ran
-                continue
-            best = draw([request.request_id, request.num_tokens], -1, 0) % 4
-            for row in range(request.num_rows):
-                lead = 20.0 if row == best else 0.0
-                found[request.seq_slot + row] = [
-                    (token, lead - 30.0 - token) for token in range(2 * MAX_BEAMS)
-                ]
-        return found
-
 
 class DraftingWorld(RecordedWorld):
     """Some requests get drafts, right and wrong ones; then no step overlaps another."""
@@ -311,20 +267,7 @@ class DraftingWorld(RecordedWorld):
     def iterate(self, stops: Iterable[LlmRequest] = (), fault: str = "") -> Lists:
         if self.dice.random() < 0.4:
             self._guess()
-        if not self.active.num_with_drafts:
-            return super().iterate(stops, fault)
-        self.recorder.settled(self.active)
-        if self.running is not None:
-            before, self.running = self.running, None
-            for request in self.planner.apply_tokens(before, self._draw(before)):
-                if request.is_finished:
-                    self.end(request)
-            self.recorder.finish_iteration()
-            return [], [], []
-        is_overlapped, self.is_overlapped = self.is_overlapped, False
-        lists = super().iterate(stops, "failed" if fault else "")
-        self.is_overlapped = is_overlapped
-        return lists
+        return super().iterate(stops, fault)
 
     def end(self, request: LlmRequest, error: str = "") -> None:
         self.num_accepted += request.num_accepted_drafts
@@ -344,15 +287,6 @@ class DraftingWorld(RecordedWorld):
                 is_right = self.dice.random() < 0.7
                 text.append(draw(text, -1, 0) if is_right else self.dice.randrange(VOCAB_SIZE))
             request.set_draft_tokens(text[request.num_tokens :])
-
-    def _draw(self, batch: ScheduledBatch, fault: str = "") -> list[int]:
-        owners, tokens = self.planner.token_owners(batch), list[int]()
-        for run in (run for run in batch.runs if run.is_last):
-            text = owners[len(tokens)].tokens[: run.start + len(run.tokens)]
-            ends = range(len(run.drafts) + 1)
-            tokens += [draw([*text, *run.drafts[:end]], -1, 0) for end in ends]
-        plain = owners[len(tokens) :]
-        return tokens + [draw(r.tokens[: r.num_drawn_tokens], -1, 0) for r in plain]
 
 
 def searching(number: int, width: int = 3, priority: float = 0.5) -> LlmRequest:

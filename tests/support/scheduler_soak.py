@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from support.fake_engine import VOCAB_SIZE, beams_alone, tokens_alone
 from support.overlapped_world import MixedWorld
@@ -81,73 +82,47 @@ class Extras:
         return found
 
 
-@dataclass(frozen=True)
-class Spec:
-    """One request to come."""
+Spec = dict[str, Any]
+"""What `make_request` is told of a request to come, besides its id."""
 
-    num_prompt: int
-    max_new: int
-    end_id: int = -1
-    min_length: int = 0
-    priority: float = 0.5
-    family: int = 0
-    cache_salt: bytes = b""
-    beam_width: int = 1
-    lora_task_id: int | None = None
-    encoder_length: int = 0
-    num_drafts: int = 0
-    search: BeamParams | None = None
 
-    @classmethod
-    def drawn(cls, dice: random.Random, extras: Extras) -> Spec:
-        """At random, without what a world of ``extras`` does not have."""
-        width = min(dice.choice([1, 1, 2, 3, 4]), extras.max_beams)
-        searches = width > 1 and extras.window_size is None and extras.max_drafts == 0
-        adapter = dice.choice([None, None, 1, 2, 3])
-        return cls(
-            num_prompt=dice.randint(1, 14),
-            max_new=dice.randint(1, 12),
-            end_id=dice.choice([-1, dice.randint(0, 10)]),
-            min_length=dice.randint(0, 3),
-            priority=dice.choice([0.0, 0.5, 0.5, 0.5, 1.0]),
-            family=dice.randint(0, 3),
-            cache_salt=dice.choice([b"", b"", b"tenant"]),
-            beam_width=width,
-            lora_task_id=None if extras.num_pages is None else adapter,
-            encoder_length=0 if extras.num_cross_blocks is None else dice.choice([0, 0, 1, 3, 5]),
-            num_drafts=min(dice.randint(0, 3), extras.max_drafts),
-            search=replace(dice.choice(SEARCHES), width=width) if searches else None,
-        )
+def draw_spec(dice: random.Random, extras: Extras) -> Spec:
+    """At random, without what a world of ``extras`` does not have."""
+    width = min(dice.choice([1, 1, 2, 3, 4]), extras.max_beams)
+    searches = width > 1 and extras.window_size is None and extras.max_drafts == 0
+    adapter = dice.choice([None, None, 1, 2, 3])
+    return {
+        "num_prompt": dice.randint(1, 14),
+        "max_new": dice.randint(1, 12),
+        "end_id": dice.choice([-1, dice.randint(0, 10)]),
+        "min_length": dice.randint(0, 3),
+        "priority": dice.choice([0.0, 0.5, 0.5, 0.5, 1.0]),
+        "family": dice.randint(0, 3),
+        "cache_salt": dice.choice([b"", b"", b"tenant"]),
+        "beam_width": width,
+        "lora_task_id": None if extras.num_pages is None else adapter,
+        "encoder_length": 0 if extras.num_cross_blocks is None else dice.choice([0, 0, 1, 3, 5]),
+        "num_drafts": min(dice.randint(0, 3), extras.max_drafts),
+        "search": replace(dice.choice(SEARCHES), width=width) if searches else None,
+    }
 
-    def smaller(self) -> Spec:
-        """Less of everything; in the end a request that every world takes."""
-        is_smallest = self.num_prompt == self.max_new == 1
-        return replace(
-            self,
-            num_prompt=max(1, self.num_prompt - 1),
-            max_new=max(1, self.max_new - 1),
-            beam_width=1 if is_smallest else self.beam_width,
-            search=None if is_smallest else self.search,
-            encoder_length=max(0, self.encoder_length - 1),
-            num_drafts=max(0, self.num_drafts - 1),
-        )
 
-    def make(self, request_id: int) -> LlmRequest:
-        """The request."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return make_request(request_id, **values)
+def smaller(spec: Spec) -> Spec:
+    """Less of everything; in the end a request that every world takes."""
+    less = {name: max(1, spec[name] - 1) for name in ("num_prompt", "max_new")}
+    less |= {name: max(0, spec[name] - 1) for name in ("encoder_length", "num_drafts")}
+    if spec["num_prompt"] == spec["max_new"] == 1:
+        less |= {"beam_width": 1, "search": None}
+    return spec | less
 
 
 class Soak:
     """One world with settings, arrivals, stops and failures drawn from ``dice``.
 
-    Its steps run alone, overlap, or do either at random. The engine finds a wrong block in every
-    step; everything else is checked in every ``check_every``-th and in the end.
+    Its steps run alone, overlap, or do either at random.
     """
 
-    def __init__(
-        self, dice: random.Random, policy: CapacitySchedulerPolicy, check_every: int = 1
-    ) -> None:
+    def __init__(self, dice: random.Random, policy: CapacitySchedulerPolicy) -> None:
         self.dice = dice
         self.policy = policy
         max_batch_size = dice.randint(1, 6)
@@ -182,7 +157,6 @@ class Soak:
             dice.choice([0, 3, 1000]),
             resources,
             self.extras.max_drafts,
-            check_every,
             self.extras.max_beams,
         )
         self.world.dice, self.world.share_alone = dice, dice.choice([1.0, 0.3, 0.0])
@@ -286,19 +260,19 @@ class Soak:
         """What is too large for this world is cut until it is admitted."""
         request_id = self.num_arrivals
         self.num_arrivals += 1
-        spec = Spec.drawn(self.dice, self.extras)
-        while self._refusal_reason(request := spec.make(request_id)) is not None:
-            spec = spec.smaller()
+        spec = draw_spec(self.dice, self.extras)
+        while self._refusal_reason(request := make_request(request_id, **spec)) is not None:
+            spec = smaller(spec)
         self.alone[request_id] = self._answer_alone(spec, request_id, request.tokens)
         self.world.arrive(request)
 
     def _answer_alone(self, spec: Spec, request_id: int, prompt: Sequence[int]) -> list[int]:
         """Prompt and output when no other request is there."""
-        if spec.search is not None:
-            search = self.searches[request_id] = BeamSearch(spec.search, spec.max_new, spec.end_id)
-            return beams_alone(prompt, search, spec.min_length)
-        window_size = self.extras.window_size
-        return tokens_alone(prompt, spec.max_new, spec.end_id, spec.min_length, window_size)
+        max_new, end_id, min_length = (spec[name] for name in ("max_new", "end_id", "min_length"))
+        if spec["search"] is not None:
+            search = self.searches[request_id] = BeamSearch(spec["search"], max_new, end_id)
+            return beams_alone(prompt, search, min_length)
+        return tokens_alone(prompt, max_new, end_id, min_length, self.extras.window_size)
 
     def _guess(self) -> None:
         """Some requests get draft tokens, many of them right, as many as an iteration can hold."""

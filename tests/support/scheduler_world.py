@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hypothesis import strategies as st
 from support.fake_engine import VOCAB_SIZE, FakeEngine
 
 from inflight_scheduler import (
@@ -14,8 +13,6 @@ from inflight_scheduler import (
     BeamParams,
     BeamSearch,
     BlockManager,
-    ContextChunking,
-    ContextChunkingPolicy,
     CrossBlocks,
     FinishReason,
     GuaranteedNoEvictScheduler,
@@ -31,13 +28,6 @@ from inflight_scheduler import (
     check_decision,
 )
 from inflight_scheduler.policies.resources import Budgets
-
-CHUNKINGS = st.none() | st.builds(
-    ContextChunking,
-    policy=st.sampled_from(ContextChunkingPolicy),
-    unit_size=st.integers(1, 4),
-    max_context_length=st.none() | st.integers(4, 8),
-)
 
 
 def make_request(
@@ -123,10 +113,7 @@ Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 
 
 class World:
-    """The loop of a manager without its callbacks; a step checks every invariant.
-
-    ``check_every`` n: only every n-th step does.
-    """
+    """The loop of a manager without its callbacks; a step checks every invariant."""
 
     def __init__(
         self,
@@ -136,7 +123,6 @@ class World:
         priority_span: float = DEFAULT_PRIORITY_SPAN,
         resources: Sequence[Resource] = (),
         max_drafts: int = 0,
-        check_every: int = 1,
         max_beams: int = 1,
     ) -> None:
         self.scheduler = scheduler
@@ -148,8 +134,6 @@ class World:
         self.windows = [r.block_manager for r in resources if isinstance(r, WindowBlocks)]
         self.cross = [r.block_manager for r in resources if isinstance(r, CrossBlocks)]
         self.max_drafts = max_drafts
-        self._check_every = check_every
-        self._num_decisions = 0
         self.finished: list[LlmRequest] = []
         self.num_pauses = 0
         self.num_running = 0  # in the last plan, encoders included
@@ -161,9 +145,6 @@ class World:
 
     def decide(self) -> Decision:
         """The decision by what changed, which is the one by the rules; deciding changes nothing."""
-        self._num_decisions += 1
-        if not self._is_checked:
-            return self.scheduler.schedule_request(self.active, frozenset())
         by_rules = self.scheduler.schedule_request(list(self.active), frozenset())
         chunks_by_rules = self._chunks(by_rules)
         decision = self.scheduler.schedule_request(self.active, frozenset())
@@ -193,11 +174,11 @@ class World:
         _, generation, paused = decision
         self.num_running = len(decision[0]) + len(generation)
         lists = (context, generation, paused)
-        left = self._expect([*encoders, *context, *generation], paused) if self._is_checked else []
-        assert not self._is_checked or ids(*self.check(lists)) == ids(*lists)
+        left = self._expect([*encoders, *context, *generation], paused)
+        assert ids(*self.check(lists)) == ids(*lists)
         batch = self.planner.plan(*lists)
         self._take(*lists)
-        for (name, num_left), num_free in zip(left, self._num_free(), strict=False):
+        for (name, num_left), num_free in zip(left, self._num_free(), strict=True):
             assert 0 <= num_left <= num_free, f"more {name} were taken than was estimated"
         for request in encoders:
             request.finish_encoder()
@@ -221,8 +202,7 @@ class World:
             if request.is_finished:
                 self.num_right_guesses += request.num_accepted_drafts
                 self.end(request)
-        if self._is_checked:
-            self.check_invariants()
+        self.check_invariants()
 
     def stop(self, request: LlmRequest) -> None:
         """What a stop signal does."""
@@ -287,10 +267,6 @@ class World:
             holders = [r for r in self.active if manager.num_blocks_of(r.request_id) > 0]
             assert len(holders) == manager.num_holders, "blocks of nobody active"
             assert all(request.seq_slot is not None for request in holders)
-
-    @property
-    def _is_checked(self) -> bool:
-        return self._num_decisions % self._check_every == 0
 
     def _expect(
         self, scheduled: Sequence[LlmRequest], paused: Sequence[LlmRequest]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection, Sequence
 
 from inflight_scheduler import (
-    BlockForecast,
     BlockManager,
     CapacityResult,
     CapacityScheduler,
@@ -204,37 +203,6 @@ class WholeContexts(UserScheduler):
     ) -> Decision:
         context, generation = self.micro_batch.schedule(active_requests, inflight_request_ids)
         return context, generation, []
-
-
-class LeastServed(WholeContexts):
-    """Runs requests with the fewest tokens first, as FastServe's levels; others pause for them."""
-
-    def schedule_request(
-        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
-    ) -> Decision:
-        """Counts blocks with `BlockForecast`, as the documentation advises."""
-        forecast = BlockForecast(self.block_manager)
-        order = sorted(active_requests, key=lambda r: r.num_generated_tokens.bit_length())
-        order = [r for r in order if r.request_id not in inflight_request_ids]
-        holders = [r for r in order if r.seq_slot is not None]
-        chosen: list[LlmRequest] = []
-        paused: list[LlmRequest] = []
-        for request in order:
-            while (
-                forecast.needed_one_step(request) > forecast.num_available
-                and holders
-                and holders[-1] is not request
-                and holders[-1] not in chosen
-            ):
-                paused.append(holders.pop())
-                forecast.release(paused[-1])
-            num_needed = forecast.needed_one_step(request)
-            if request in paused or num_needed > forecast.num_available:
-                break
-            forecast.claim(request, num_needed)
-            chosen.append(request)
-        context, generation = self.micro_batch.schedule(chosen, inflight_request_ids)
-        return context, generation, paused
 
 
 class FirstTwo(CapacityScheduler):

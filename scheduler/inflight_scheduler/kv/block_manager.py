@@ -26,10 +26,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
+from struct import Struct
 
 from inflight_scheduler.kv.block_pool import BlockPool
 from inflight_scheduler.kv.prefix_cache import (
-    HASH_SIZE,
     CacheContent,
     CacheState,
     PartialMatch,
@@ -37,6 +37,8 @@ from inflight_scheduler.kv.prefix_cache import (
     array_of,
 )
 from inflight_scheduler.request import NO_MATCH, LlmRequest, PrefixMatch
+
+_HASH = Struct("<Q")  # the first `prefix_cache.HASH_SIZE` bytes of a key, as a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +252,9 @@ class BlockManager:
         num_full = min(request.num_cached_tokens // self.tokens_per_block, len(table))
         if request.beams is not None:  # what follows the prompt changes with every step
             num_full = min(num_full, request.prompt_len // self.tokens_per_block)
-        for index in range(num_full):
-            if self._index.add(request, index, table[index]):
-                self._pool.keep(table[index])
-                self._hashes[table[index]] = _hash_of(request.block_keys[index])
+        for block_id, key in self._index.add(request, table[:num_full]):
+            self._pool.keep(block_id)
+            (self._hashes[block_id],) = _HASH.unpack_from(key)
 
     def forget(self, request_id: int) -> None:
         """Keep nothing of what the request holds now: its numbers have turned out to be wrong."""
@@ -428,8 +429,11 @@ class BlockManager:
         )
 
     def block_hashes(self, request: LlmRequest, start: int, end: int) -> bytes:
-        """What the full blocks ``start .. end - 1`` of the text are, `HASH_SIZE` bytes for each:
-        equal for equal texts from the very beginning. Nothing without block reuse."""
+        """The hashes (see `prefix_cache`) of the full blocks ``start .. end - 1`` of the text.
+
+        They are equal for texts that are equal from the very beginning up to the end of the block.
+        Nothing without block reuse.
+        """
         return b"" if self._index is None else self._index.hashes(request, start, end)
 
     def restore_cache(self, content: CacheContent) -> None:
@@ -441,7 +445,7 @@ class BlockManager:
         for block_id, key in content.kept.items():
             if not self._index.enter(key, block_id):
                 raise ValueError(f"the text of block {block_id} is kept twice")
-            self._hashes[block_id] = _hash_of(key)
+            (self._hashes[block_id],) = _HASH.unpack_from(key)
         self._tables = {key: list(table) for key, table in content.tables.items() if table}
         self._num_held = sum(map(len, self._tables.values()))
         self._pool.restore(self._tables.values(), content.kept, content.idle)
@@ -480,10 +484,6 @@ class BlockManager:
         """Cached blocks of a fresh context that have a holder, so that they cost nothing."""
         matched = self.match_prefix(request).block_ids
         return sum(self._pool.ref_count(block_id) > 0 for block_id in matched)
-
-
-def _hash_of(key: bytes) -> int:
-    return int.from_bytes(key[:HASH_SIZE], "little")
 
 
 def _check_beams(request_id: int, rows: Sequence[Sequence[int]]) -> None:

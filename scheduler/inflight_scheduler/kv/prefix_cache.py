@@ -81,18 +81,25 @@ class ReuseIndex:
         self._version = 0
         self._last = b"", b""  # the key that was computed last, and of what content
 
-    def add(self, request: LlmRequest, index: int, block_id: int) -> bool:
-        """Block ``index`` of the text of ``request`` is in ``block_id``; False if known already."""
-        key = self._key(request, index)
-        if not self.enter(key, block_id):
-            return False
-        if self.may_copy:
-            last_key, content = self._last
-            if last_key != key:
-                content = self._content(request, index, self._parent(request, index))
-            self._starts[block_id] = content
-            self._beginnings[content[:_BEGINNING_SIZE]] = block_id
-        return True
+    def add(self, request: LlmRequest, block_ids: Sequence[int]) -> list[tuple[int, bytes]]:
+        """The text of ``request`` begins in ``block_ids``, block for block.
+
+        Returns those that have been entered, with their keys: of the others the text is known.
+        """
+        keys, entered = request.block_keys, []
+        for index, block_id in enumerate(block_ids):
+            key = keys[index] if index < len(keys) else self._key(request, index)
+            if key in self._key_to_block:
+                continue
+            self.enter(key, block_id)
+            entered.append((block_id, key))
+            if self.may_copy:
+                last_key, content = self._last
+                if last_key != key:
+                    content = self._content(request, index, self._parent(request, index))
+                self._starts[block_id] = content
+                self._beginnings[content[:_BEGINNING_SIZE]] = block_id
+        return entered
 
     def enter(self, key: bytes, block_id: int) -> bool:
         """``block_id`` holds the text with this key; False if a block with it is known already."""
@@ -158,7 +165,11 @@ class ReuseIndex:
                 break
             block_ids.append(block_id)
         num_tokens = len(block_ids) * self.tokens_per_block
-        source, num_common = self._partial(request, len(block_ids))
+        source, num_common = None, 0
+        if self.may_copy:
+            source, num_common = self._partial(request, len(block_ids))
+        elif self._partial_match is not None:
+            num_common = self._partial_match(request, len(block_ids))
         if num_common == 0 and not block_ids:
             return NO_MATCH
         return PrefixMatch(tuple(block_ids), source, num_tokens + num_common)
@@ -168,10 +179,6 @@ class ReuseIndex:
 
     def _partial(self, request: LlmRequest, index: int) -> tuple[int | None, int]:
         """A block that starts like block ``index`` of the prompt, and how many tokens agree."""
-        if self._partial_match is not None:
-            return None, self._partial_match(request, index)
-        if not self.may_copy:
-            return None, 0
         start = index * self.tokens_per_block
         rest = request.tokens[start : min(start + self.tokens_per_block, request.prompt_len - 1)]
         if not rest:
