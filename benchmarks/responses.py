@@ -32,8 +32,8 @@ from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.dispatcher import MergedResponse
+from inflight_backend.triton_io.answer_stream import TextWriter, TokenStream
 from inflight_backend.triton_io.stop_text import StopText
-from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
 from inflight_scheduler import NO_OUTPUTS, LlmRequest, OutputParams
 from inflight_server.serve.settings import DEMO_MODEL
 from report import describe_run, write_result
@@ -68,7 +68,7 @@ FORMS: dict[str, Form] = {
 
 @dataclass(slots=True)
 class Sink:
-    """A `Sender` that takes everything."""
+    """In the place of a `ResponseSender`: takes everything."""
 
     num_responses: int = 0
     is_behind: bool = False
@@ -76,18 +76,6 @@ class Sink:
     def send(self, tensors: dict[str, Any], *, is_final: bool) -> None:
         """Count it."""
         self.num_responses += 1
-
-    def send_error(self, message: str, code: str = "INTERNAL") -> None:
-        """Nothing fails here."""
-        raise RuntimeError(message)
-
-    def end_with(self, message: str, code: str = "INTERNAL") -> None:
-        """Nothing fails here."""
-        raise RuntimeError(message)
-
-    def abandon(self, message: str) -> None:
-        """Nothing fails here."""
-        raise RuntimeError(message)
 
 
 @dataclass(slots=True)
@@ -110,7 +98,8 @@ def make_clients(form: Form, codec: TextCodec, ids: list[int], num_tokens: int) 
             exclude_input_in_output=True,
             outputs=form.asked,
         )
-        stream = TokenStream(Sink(), form.outputs)
+        sink: Any = Sink()
+        stream = TokenStream(sink, form.outputs)
         if "text_output" in form.outputs:
             stop = StopText(list(form.stop_words)) if form.stop_words else None
             stream.text = TextWriter(IncrementalDetokenizer(codec, ids), stop_text=stop)
@@ -175,10 +164,10 @@ def _send(
     for first in range(0, len(responses), num_merged):
         steps = responses[first : first + num_merged]
         for number, client in enumerate(clients):
-            piece = MergedResponse()
+            piece = MergedResponse(number, client.stream)
             for step in steps:
                 piece.add(step[number], False, "")
-            client.stream.send(piece.ids, piece.extras.joined(), is_final=False)
+            client.stream.send(piece.ids, piece.extras.joined())
 
 
 def measure(num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class ServingError(Exception):
-    """Base of all errors this package raises on purpose."""
+    """Base of all errors this package raises on purpose. ``code`` names a constant of Triton's
+    ``TritonError``."""
+
+    code: ClassVar[str] = "INTERNAL"
 
 
 class InvalidRequest(ServingError):
     """The request asks for something impossible or unsupported; it names the field."""
 
+    code = "INVALID_ARG"
+
 
 class UnsupportedRequest(InvalidRequest):
     """The request asks for a known feature that this server does not have."""
 
-
-class RefusalText(str):
-    """The message of an `InvalidRequest` that was raised after the request was accepted."""
-
-    __slots__ = ()
-
-
-class CapacityText(str):
-    """The message of a `CapacityExceeded` that was raised after the request was accepted."""
-
-    __slots__ = ()
+    code = "UNSUPPORTED"
 
 
 class RequestInFlight(ServingError):
     """A request with this id is still being processed."""
 
+    code = "ALREADY_EXISTS"
+
 
 class CapacityExceeded(ServingError):
     """The server is full or draining; the same request may succeed later."""
+
+    code = "UNAVAILABLE"
+
+
+class ErrorText(str):
+    """The message of an error that ends a request after it was accepted, with its ``code``."""
+
+    __slots__ = ("code",)
+    code: str
+
+    @classmethod
+    def of(cls, error: ServingError) -> ErrorText:
+        """What the callback of a request is told of ``error``."""
+        text = cls(error)
+        text.code = error.code
+        return text
 
 
 class ConfigurationError(ServingError):

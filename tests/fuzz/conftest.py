@@ -9,9 +9,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from support.triton_harness import Server
+from support.triton_harness import Server, write_number_tokenizer
 from support.triton_stub import CountingEngine, FakePbUtils
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from inflight_backend.manager import gpt_manager
 from inflight_backend.triton import model as triton_model
@@ -27,9 +26,7 @@ def server() -> Iterator[Server]:
         mock.patch.object(gpt_manager, "load_engine", return_value=engine),
         mock.patch.dict(sys.modules, {"triton_python_backend_utils": FakePbUtils}),
     ):
-        tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(1000)}, unk_token="0"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer.save(str(Path(name) / "tokenizer.json"))
+        write_number_tokenizer(Path(name))
         server = Server(Path(name), engine, model_name="counting")
         yield server
         server.model.finalize()

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from inflight_backend.guided import matchers
 from inflight_backend.guided.compiler import GuidedDecodingConfig, GuideService, PendingGuide
 from inflight_backend.guided.guide import Guide, GuideType
-from inflight_backend.guided.masks import AnswerGuides
+from inflight_backend.guided.masks import GuidedAnswer, MaskMaker
 from inflight_scheduler import LlmRequest
 from inflight_server.serve.settings import DEMO_MODEL
 
@@ -51,7 +51,7 @@ MANY_WAYS = json.dumps(
 
 def make_service() -> GuideService:
     """One with nothing in its cache."""
-    return GuideService(GuidedDecodingConfig(), DEMO_MODEL, VOCAB_SIZE, can_mask=True)
+    return GuideService(GuidedDecodingConfig(), DEMO_MODEL, VOCAB_SIZE)
 
 
 @lru_cache
@@ -78,25 +78,24 @@ def compile_guide(guide: Guide, service: GuideService | None = None) -> PendingG
     return pending
 
 
+def mask_maker() -> MaskMaker:
+    """One for the demo's tokens."""
+    made = MaskMaker(VOCAB_SIZE)
+    made.tokenizer_end_id = END
+    return made
+
+
 class Answer:
     """An answer to a guided request, token by token."""
 
-    def __init__(
-        self,
-        guide: Guide,
-        service: GuideService | None = None,
-        guides: AnswerGuides | None = None,
-        number: int = 1,
-    ) -> None:
-        """``guides`` may hold others as well, ``number`` is the id of the request."""
-        self._guides = AnswerGuides(VOCAB_SIZE) if guides is None else guides
-        self._guides.tokenizer_end_id = END
-        self.request = LlmRequest(number, [5], 100_000, end_id=END)
-        self._guides.add(number, compile_guide(guide, service).take())
+    def __init__(self, guide: Guide, service: GuideService | None = None) -> None:
+        self.request = LlmRequest(1, [5], 100_000, end_id=END)
+        self.state = GuidedAnswer(compile_guide(guide, service).take())
+        self._mask_maker = mask_maker()
 
     def allowed(self) -> set[int]:
         """The tokens that may come next."""
-        [row] = self._guides.masks([(0, self.request)], {})
+        [row] = self._mask_maker.masks([(0, self.request, self.state)], {})
         return self.allowed_by(row)
 
     @staticmethod

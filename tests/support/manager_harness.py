@@ -44,13 +44,6 @@ class GatedEngine(CountingEngine):
         assert self.go_on.wait(WAIT)
 
 
-class EditingEngine(CountingEngine):
-    """Accepts logits processors, and does not run them."""
-
-    def edit_next(self, edits: object) -> None:
-        """There are no logits."""
-
-
 class Recorder:
     """The four callbacks, with everything they were given."""
 

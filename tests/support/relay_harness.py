@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from support.triton_harness import WAIT
+from support.triton_harness import WAIT, responses_of
 from support.triton_stub import FakePbUtils, FakeRequest, FakeSender
 
 from inflight_backend.triton.relay_server import RelayConnection, RelayListener
@@ -63,8 +63,7 @@ def vllm_model(**parameters: str) -> Iterator[Ask]:
             text = json.dumps(settings).encode()
             tensors["sampling_parameters"] = np.array([text], dtype=object)
         tensors |= {name: np.array([value]) for name, value in flags.items()}
-        request = FakeRequest(tensors, parameters=json.dumps(parameters or {}))
-        request.sender = sender or request.sender
+        request = FakeRequest(tensors, parameters=json.dumps(parameters or {}), sender=sender)
         model.execute([request])
         assert request.sender.is_final.wait(WAIT)
         return request.sender
@@ -97,8 +96,8 @@ def tensors_of(sender: FakeSender) -> list[dict[str, Any]]:
     """The tensors of every response, as lists; none may be an error."""
     assert [response.error for response in sender.responses] == [None] * len(sender.responses)
     return [
-        {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors}
-        for response in sender.responses
+        {name: tensor.tolist() for name, tensor in response.items()}
+        for response in responses_of(sender)
     ]
 
 

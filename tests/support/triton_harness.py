@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from support.triton_stub import CountingEngine, FakeRequest, FakeSender
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from inflight_backend.status import read_status, stop_file_of
 from inflight_backend.triton.model import TritonPythonModel
@@ -20,6 +21,13 @@ from inflight_protocol.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 
 WAIT = 60.0  # for what takes milliseconds: a busy machine may not come to it for long
+
+
+def write_number_tokenizer(folder: Path, size: int = 1000) -> None:
+    """A tokenizer whose words are numbers, each its own id."""
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(size)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 class Gate(threading.Event):
@@ -106,8 +114,7 @@ class Server:
         sender: FakeSender | None = None,
         **values: Any,
     ) -> FakeSender:
-        request = FakeRequest(make_inputs(values), request_id, outputs)
-        request.sender = sender or request.sender
+        request = FakeRequest(make_inputs(values), request_id, outputs, sender=sender)
         self.model.execute([request])
         return request.sender
 
@@ -133,24 +140,26 @@ def full_disk(status_file: Path) -> Iterator[None]:
         scratch.rmdir()
 
 
-def ids_of(sender: FakeSender) -> list[int]:
+def responses_of(sender: FakeSender) -> list[dict[str, Any]]:
+    """The tensors of every response, by name; an error has none."""
     return [
-        token
+        {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
         for response in sender.responses
-        for tensor in response.output_tensors
-        if tensor.name() == "output_ids"
-        for token in tensor.as_numpy().reshape(-1).tolist()
     ]
 
 
+def values_of(sender: FakeSender, name: str) -> list[Any]:
+    """What all responses say in tensor ``name``, one after the other."""
+    tensors = (response[name] for response in responses_of(sender) if name in response)
+    return [value for tensor in tensors for value in tensor.reshape(-1).tolist()]
+
+
+def ids_of(sender: FakeSender) -> list[int]:
+    return values_of(sender, "output_ids")
+
+
 def text_of(sender: FakeSender) -> str:
-    return "".join(
-        piece.decode()
-        for response in sender.responses
-        for tensor in response.output_tensors
-        if tensor.name() == "text_output"
-        for piece in tensor.as_numpy().reshape(-1)
-    )
+    return b"".join(values_of(sender, "text_output")).decode()
 
 
 def error_of(sender: FakeSender) -> tuple[str, int]:

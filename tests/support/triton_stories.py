@@ -11,13 +11,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from support.triton_harness import WAIT, Server, wait_until
+from support.triton_harness import WAIT, Server, responses_of, wait_until
 from support.triton_stub import CountedStep, CountingEngine, FakePbUtils, FakeResponse, FakeSender
 
 from inflight_backend.engine import Engine, EngineConfig
@@ -87,7 +88,7 @@ class SteppedEngine(CountingEngine):
         try:
             return super().submit(batch)
         except Exception as error:
-            return LostStep(error)
+            return CountedStep([], error=error)
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         return self.steps.take(super().execute, batch)
@@ -103,19 +104,14 @@ def stepped_demo() -> tuple[Any, Steps]:
         max_tokens_in_paged_kv_cache=384,
     )
     engine: Any = Engine.load(DEMO_MODEL, config)
-    steps, real = Steps(), engine.execute
-    engine.execute = lambda batch: steps.take(real, batch)
+    steps, real = Steps(), engine.submit
+
+    def submit(batch: ScheduledBatch) -> CountedStep:
+        step = real(batch)
+        return CountedStep(steps.take(lambda _: list(step.read()), batch), step.read_outputs())
+
+    engine.submit = submit
     return engine, steps
-
-
-class LostStep(CountedStep):
-    """A submitted step that fails."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def read(self) -> list[int]:
-        raise self._error
 
 
 class StrictSender(FakeSender):
@@ -272,10 +268,8 @@ def demo_story(policy: str) -> Iterator[Story]:
 
 def sequences_of(sender: FakeSender) -> dict[int, list[int]]:
     """Tokens by ``sequence_index``, 0 for the only one."""
-    found: dict[int, list[int]] = {}
-    for response in sender.responses:
-        tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
-        if tensors:
-            index = int(tensors["sequence_index"].item()) if "sequence_index" in tensors else 0
-            found.setdefault(index, []).extend(tensors["output_ids"].reshape(-1).tolist())
+    found: dict[int, list[int]] = defaultdict(list)
+    for tensors in filter(None, responses_of(sender)):
+        index = int(tensors["sequence_index"].item()) if "sequence_index" in tensors else 0
+        found[index] += tensors["output_ids"].reshape(-1).tolist()
     return found

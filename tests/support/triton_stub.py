@@ -13,27 +13,25 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from inflight_backend.engine.interface import MemoryUsage
-from inflight_scheduler import ScheduledBatch
+from inflight_backend.engine.interface import ContextLogits, MemoryUsage, StepOutputs
+from inflight_scheduler import NO_OUTPUTS, ScheduledBatch, SlotSetup
 
 
 @dataclass(frozen=True)
 class CountedStep:
-    """The tokens of a step that has run when it was submitted."""
+    """The tokens of a step that has run when it was submitted; with ``error`` nobody gets them."""
 
     tokens: list[int]
+    outputs: StepOutputs | None = None
+    error: Exception | None = None
 
     def read(self) -> list[int]:
-        """All of them."""
+        if self.error is not None:
+            raise self.error
         return self.tokens
 
-
-class LostStep(CountedStep):
-    """It failed after it was begun: nobody gets its tokens."""
-
-    def read(self) -> list[int]:
-        """Raises."""
-        raise RuntimeError("the step is lost")
+    def read_outputs(self) -> StepOutputs | None:
+        return self.outputs
 
 
 class CountingEngine:
@@ -43,6 +41,7 @@ class CountingEngine:
     dtype_name = "int"
     is_asynchronous = False  # it is not; a test may say so to get the overlapped loop
     supports_drafts = True
+    max_beam_width = 2
 
     def __init__(
         self,
@@ -61,15 +60,15 @@ class CountingEngine:
         self.before_step = before_step
         self.batches: list[ScheduledBatch] = []
         self._last_token: dict[int, int] = {}
+        self._setups: dict[int, SlotSetup] = {}
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
-        """Count on."""
         if self.before_step is not None:
             self.before_step(batch)
         self.batches.append(batch)
         tokens = []
-        for told in batch.verified:
-            self._last_token[told.slot] = told.token
+        self._last_token |= {told.slot: told.token for told in batch.verified}
+        self._last_token |= {move.slot: move.token for move in batch.beam_moves}
         for run in batch.runs:
             self._last_token[run.slot] = run.tokens[-1]
             if run.is_last:
@@ -79,11 +78,41 @@ class CountingEngine:
         return tokens
 
     def submit(self, batch: ScheduledBatch) -> CountedStep:
-        """Count on; the answer is read later."""
-        return CountedStep(self.execute(batch))
+        return CountedStep(self.execute(batch), self._outputs_of(batch))
+
+    def _outputs_of(self, batch: ScheduledBatch) -> StepOutputs | None:
+        """What requests have asked for, as if all tokens were equally likely."""
+        outputs, logits = StepOutputs(), np.zeros(self.vocab_size, np.float32)
+        self._setups |= {setup.slot: setup for setup in batch.setups}
+        rows = [(run.slot, len(run.drafts) + 1) for run in batch.runs if run.is_last]
+        for slot, num_tokens in (*rows, *((slot, 1) for slot in batch.generation_slots)):
+            setup = self._setups[slot]
+            asked, number = setup.outputs, setup.request_id
+            top = list(range(asked.num_top_log_probs)), [-1.0] * asked.num_top_log_probs
+            outputs.log_probs[number] = [-1.0] * num_tokens
+            outputs.ranks[number] = [1] * num_tokens
+            outputs.top_log_probs[number] = [top] * num_tokens
+            if setup.num_candidates:
+                outputs.candidates[slot] = [(i, -1.0 - i) for i in range(setup.num_candidates)]
+            if asked.generation_logits:
+                outputs.generation_logits[number] = [logits] * num_tokens
+        for chunk in batch.context_chunks:
+            if (setup := self._setups[chunk.slot]).outputs.context_logits:
+                rows_of = np.tile(logits, (len(chunk.tokens), 1))
+                outputs.context_logits.append(ContextLogits(setup.request_id, chunk.start, rows_of))
+        asking = (s.num_candidates or s.outputs is not NO_OUTPUTS for s in self._setups.values())
+        return outputs if any(asking) else None
+
+    def prepare_thread(self) -> None:
+        """Any thread will do."""
+
+    def mask_next(self, source: object) -> None:
+        """There are no logits."""
+
+    def edit_next(self, source: object) -> None:
+        """There are no logits."""
 
     def memory_usage(self) -> MemoryUsage:
-        """Nothing worth mentioning."""
         return MemoryUsage()
 
     def _step(self, slot: int) -> int:
@@ -101,11 +130,9 @@ class FakeTensor:
     is_on_gpu: bool = False
 
     def name(self) -> str:
-        """Its name."""
         return self.tensor_name
 
     def is_cpu(self) -> bool:
-        """Whether its values can be read."""
         return not self.is_on_gpu
 
     def as_numpy(self) -> Any:
@@ -141,15 +168,12 @@ class FakeMetric:
         self._key = key
 
     def set(self, value: float) -> None:
-        """Of a gauge."""
         self._family.values[self._key] = value
 
     def increment(self, value: float) -> None:
-        """Of a counter."""
         self._family.values[self._key] = self._family.values.get(self._key, 0) + value
 
     def observe(self, value: float) -> None:
-        """Of a histogram."""
         self._family.observed.append(value)
 
 
@@ -182,7 +206,6 @@ class FakeLogger:
 
     @classmethod
     def log_verbose(cls, line: str) -> None:
-        """A line that Triton writes when it is verbose."""
         cls.lines.append(line)
 
 
@@ -241,7 +264,6 @@ class FailingSender(FakeSender):
         self._num_good = num_good
 
     def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
-        """Send, or raise."""
         self.num_finals += bool(flags)
         self._num_good -= 1
         if self.num_failures and flags >= self._flags and self._num_good < 0:
@@ -259,7 +281,6 @@ class HeldSender(FakeSender):
         self._flags = flags
 
     def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
-        """Wait, then send."""
         if flags >= self._flags:
             self.is_held.set()
             assert self.release.wait(180)
@@ -275,29 +296,25 @@ class FakeRequest:
         request_id: str = "",
         outputs: tuple[str, ...] = (),
         parameters: str = "{}",
+        sender: FakeSender | None = None,
     ) -> None:
         self._tensors = [FakeTensor(name, np.asarray(value)) for name, value in tensors.items()]
         self._request_id = request_id
         self._outputs = outputs
         self._parameters = parameters
-        self.sender = FakeSender()
+        self.sender = sender or FakeSender()
 
     def inputs(self) -> list[FakeTensor]:
-        """Its input tensors."""
         return self._tensors
 
     def request_id(self) -> str:
-        """The client's id, "" if none."""
         return self._request_id
 
     def parameters(self) -> str:
-        """The parameters of the request as JSON."""
         return self._parameters
 
     def requested_output_names(self) -> list[str]:
-        """What the client asked for."""
         return list(self._outputs)
 
     def get_response_sender(self) -> FakeSender:
-        """Where its responses go."""
         return self.sender

@@ -69,13 +69,6 @@ class Exits(UserScheduler):
         raise SystemExit(3)
 
 
-class Interrupts(UserScheduler):
-    """Raises another exception that is no `Exception`."""
-
-    def decide(self, context: Requests, generation: Requests) -> Decision:
-        raise KeyboardInterrupt
-
-
 class PausesAll(UserScheduler):
     """Runs contexts, and then pauses every request that generates."""
 
@@ -92,46 +85,10 @@ class CutsAnyway(UserScheduler):
         return context[:1], generation, []
 
 
-class PausesMidway(CutsAnyway):
-    """Cuts contexts, and then pauses the requests in the middle of one."""
-
-    def decide(self, context: Requests, generation: Requests) -> Decision:
-        if started := [r for r in context if r.seq_slot is not None]:
-            return [], [], started
-        return super().decide(context, generation)
-
-
 class Lazy(UserScheduler):
     """Never runs a request."""
 
     def decide(self, context: Requests, generation: Requests) -> Decision:
-        return [], [], []
-
-
-class Repeats(OneAtATime):
-    """Names a request twice."""
-
-    def decide(self, context: Requests, generation: Requests) -> Decision:
-        context, generation, _ = super().decide(context, generation)
-        return context * 2, generation * 2, []
-
-
-class Invents(OneAtATime):
-    """Adds a request that does not exist."""
-
-    def decide(self, context: Requests, generation: Requests) -> Decision:
-        context, generation, _ = super().decide(context, generation)
-        return [*context, LlmRequest(99, [1], 5)], generation, []
-
-
-class Empties(UserScheduler):
-    """Takes all requests out of the list it is given, and runs none."""
-
-    def schedule_request(
-        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
-    ) -> Decision:
-        assert isinstance(active_requests, list)
-        active_requests.clear()
         return [], [], []
 
 

@@ -80,7 +80,11 @@ class PendingStep(Protocol):
     """A step that may still run."""
 
     def read(self) -> list[int]:
-        """Wait for it; its tokens as `StepEngine.execute` returns them."""
+        """Wait for it; one token per last context chunk, then one per generation slot. -1 for a row
+        without finite logits. It may be called again."""
+
+    def read_outputs(self) -> StepOutputs | None:
+        """What a step whose tokens were read has brought beside them; None if no request asked."""
 
 
 class StepEngine(Protocol):
@@ -115,14 +119,30 @@ class StepEngine(Protocol):
         """Tokens of one plan, at most."""
 
     @property
+    def max_beam_width(self) -> int:
+        """Beams of a request, at most."""
+
+    @property
     def is_asynchronous(self) -> bool:
         """True when `submit` returns before the step has run."""
 
-    def execute(self, batch: ScheduledBatch) -> list[int]:
-        """Run a plan; one token per last context chunk, then one per generation slot."""
+    @property
+    def supports_drafts(self) -> bool:
+        """True when drafts may be verified."""
+
+    def prepare_thread(self) -> None:
+        """Called once, first of all in the thread that runs the steps."""
 
     def submit(self, batch: ScheduledBatch) -> PendingStep:
         """Start a step; at most two may be unread, and they are read in order."""
+
+    def mask_next(self, source: MaskSource) -> None:
+        """The next plan draws under the masks of ``source``, whose rows count the tokens of the
+        plan in order. It is asked while the decoder runs, so it may wait for the step before."""
+
+    def edit_next(self, source: EditSource) -> None:
+        """Have the edits of ``source`` done to the logits of the next plan, before anything else.
+        It is asked as that of `mask_next` is."""
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""

@@ -128,15 +128,9 @@ class GuideService:
     """Compiles the guides of requests, or says why it does not. Thread-safe."""
 
     def __init__(
-        self,
-        config: GuidedDecodingConfig,
-        checkpoint: Path | None,
-        vocab_size: int,
-        *,
-        can_mask: bool,
+        self, config: GuidedDecodingConfig, checkpoint: Path | None, vocab_size: int
     ) -> None:
-        """``can_mask``: the engine takes token masks. `ConfigurationError` if the configuration
-        names llguidance and it cannot be used.
+        """`ConfigurationError` if the configuration names llguidance and it cannot be used.
 
         ``end_id`` and ``more_end_ids`` are those of the tokenizer that guides; -1 without one.
         """
@@ -152,7 +146,7 @@ class GuideService:
         self._compiled: OrderedDict[Guide, Future[CompiledGuide]] = OrderedDict()
         self._num_workers = 0
         folder = Path(config.tokenizer_dir) if config.tokenizer_dir else checkpoint
-        self._refusal = _refusal(config, folder, can_mask=can_mask)
+        self._refusal = _refusal(config, folder)
         if self._refusal or folder is None:
             if config.backend == "llguidance":
                 raise ConfigurationError(f"guided_decoding_backend is llguidance: {self._refusal}")
@@ -281,12 +275,10 @@ class GuideService:
             return self._ebnf_tokenizer
 
 
-def _refusal(config: GuidedDecodingConfig, folder: Path | None, *, can_mask: bool) -> str:
+def _refusal(config: GuidedDecodingConfig, folder: Path | None) -> str:
     """Why this server guides no answers; empty if it does."""
     if config.backend == "none":
         return "guided_decoding_backend is none"
-    if not can_mask:
-        return "its engine takes no token masks"
     if folder is None or find_file(folder, "tokenizer.json") is None:
         return "the checkpoint has no tokenizer.json; set tokenizer_dir"
     if find_spec("llguidance") is None:

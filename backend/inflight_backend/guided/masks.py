@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,63 +44,43 @@ _MAX_SECONDS_AGAIN = 0.5  # of a step, for all answers that start again; many do
 _TOKENS_AT_ONCE = 32  # of those that are read again; a token may take some ms
 
 
-@dataclass(slots=True)
-class _Answer:
-    guide: CompiledGuide
-    matcher: Matcher
-    may_start_again: bool = True
-    num_read: int = 0
-    error: str = ""
+class GuidedAnswer:
+    """How far the answer of a request has come in its guide; ``error`` says why it cannot go on."""
+
+    __slots__ = ("error", "guide", "matcher", "may_start_again", "num_read")
+
+    def __init__(self, guide: CompiledGuide) -> None:
+        self.guide = guide
+        self.matcher: Matcher = guide.new_matcher()
+        self.may_start_again = True
+        self.num_read = 0
+        self.error = ""
 
 
-class AnswerGuides:
-    """Owner of the matchers of the active guided requests."""
+GuidedRow = tuple[int, LlmRequest, GuidedAnswer]
+"""The row of a plan, the request that it belongs to, and the answer of that."""
+
+
+class MaskMaker:
+    """Makes the masks of guided requests, in parallel if they are many."""
 
     def __init__(self, vocab_size: int) -> None:
         self.tokenizer_end_id = -1
         """The end as the matchers know it; requests may have others."""
         self._vocab_size = vocab_size
-        self._answers: dict[int, _Answer] = {}
         self._executor: LLExecutor | None = None
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="EbnfMask")
         self._late: list[Future[Any]] = []  # calls of xgrammar that no step waits for any more
         self._seconds_left = 0.0  # of this step, for those that start again
 
-    def add(self, request_id: int, guide: CompiledGuide) -> None:
-        """Guide a request from its first token on."""
-        self._answers[request_id] = _Answer(guide, guide.new_matcher())
-
-    def discard(self, request_id: int) -> None:
-        """Forget a request, guided or not."""
-        self._answers.pop(request_id, None)
-
-    def error_of(self, request_id: int) -> str:
-        """Why a guided request could not continue; empty if it could."""
-        answer = self._answers.get(request_id)
-        return "" if answer is None else answer.error
-
-    def guided_rows(self, owners: Sequence[LlmRequest]) -> list[tuple[int, LlmRequest]]:
-        """Those of ``owners`` that are guided, with their places."""
-        return [(row, each) for row, each in enumerate(owners) if each.request_id in self._answers]
-
-    def is_guided(self, request_id: int) -> bool:
-        """True for a request that was added."""
-        return request_id in self._answers
-
-    def __bool__(self) -> bool:
-        return bool(self._answers)
-
-    def masks(
-        self, rows: Sequence[tuple[int, LlmRequest]], latest: Mapping[int, int]
-    ) -> TokenMasks:
+    def masks(self, rows: Sequence[GuidedRow], latest: Mapping[int, int]) -> TokenMasks:
         """The masks of ``rows`` for the next token; ``latest`` has the tokens that were sampled and
         are not yet in the requests, by request id."""
         self._seconds_left = _MAX_SECONDS_AGAIN
         bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
-        open_rows: list[tuple[int, _Answer, LlmRequest]] = []
-        for index, (_, request) in enumerate(rows):
-            answer = self._answers.get(request.request_id)
-            if answer is None or not self._read(answer, request, latest):
+        open_rows: list[tuple[int, GuidedAnswer, LlmRequest]] = []
+        for index, (_, request, answer) in enumerate(rows):
+            if not self._read(answer, request, latest):
                 bits[index] = -1  # it has ended: its token is dropped
             elif not answer.error:
                 open_rows.append((index, answer, request))
@@ -111,11 +90,11 @@ class AnswerGuides:
                 self._fill([(index, answer.matcher)], bits)
             self._set_ends(bits[index], answer, request)
         masks = np.empty((len(rows), 2 + bits.shape[1]), dtype=np.int32)
-        masks[:, 0], masks[:, 2:] = [row for row, _ in rows], bits
+        masks[:, 0], masks[:, 2:] = [row for row, *_ in rows], bits
         masks[:, 1] = _forced_tokens(bits)
         return masks
 
-    def _read(self, answer: _Answer, request: LlmRequest, latest: Mapping[int, int]) -> bool:
+    def _read(self, answer: GuidedAnswer, request: LlmRequest, latest: Mapping[int, int]) -> bool:
         """Read what is new; False if the answer ends with it."""
         tokens = _new_tokens(request, latest, answer.num_read)
         if tokens and (tokens[-1] in request.end_ids or tokens[-1] < 0):
@@ -128,7 +107,9 @@ class AnswerGuides:
                     answer.error = error
         return True
 
-    def _start_again(self, answer: _Answer, request: LlmRequest, latest: Mapping[int, int]) -> bool:
+    def _start_again(
+        self, answer: GuidedAnswer, request: LlmRequest, latest: Mapping[int, int]
+    ) -> bool:
         """Read the whole answer with a matcher of its own, once; False if that cannot be done, or
         if there is no time left in this step."""
         began = time.monotonic()
@@ -184,7 +165,9 @@ class AnswerGuides:
             self._executor = LLExecutor()
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, num_bytes, len(bits))
 
-    def _set_ends(self, bits: npt.NDArray[np.int32], answer: _Answer, request: LlmRequest) -> None:
+    def _set_ends(
+        self, bits: npt.NDArray[np.int32], answer: GuidedAnswer, request: LlmRequest
+    ) -> None:
         """Allow every end of this request exactly where the grammar allows one.
 
         Where nothing else is left only the first is allowed: a single token is forced.

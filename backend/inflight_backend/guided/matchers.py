@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from inflight_backend.calls import settle
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.guide import GUIDE_FIELD, Guide, GuideType
 from inflight_backend.log import get_logger
@@ -112,17 +114,11 @@ class LlguidanceGuide:
         if self.compile_seconds > _MAX_RECOMPILE_SECONDS or not self.is_worn():
             return None
         made: Future[LLMatcher] = Future()
-
-        def compile_again() -> None:
-            try:
-                made.set_result(_match(self.tokenizer, self.grammar))
-            except BaseException as error:  # our bug, or a panic of the library
-                made.set_exception(error)
-
+        compile_again = partial(_match, self.tokenizer, self.grammar)
         try:
-            start_thread(compile_again)
+            start_thread(partial(settle, made, compile_again))
             matcher = made.result()
-        except BaseException:  # the machine may have no more threads
+        except BaseException:  # a panic of the library, or the machine has no more threads
             _logger.exception("a guide could not be compiled again")
             return None
         return None if matcher.is_error() else matcher

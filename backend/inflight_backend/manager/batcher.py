@@ -20,12 +20,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from inflight_backend.engine.interface import PendingStep, StepEngine, StepOutputs
+from inflight_backend.calls import settle
+from inflight_backend.engine.interface import PendingStep, StepEngine
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.logits_processors import LogitsHooks
 from inflight_backend.manager.output_gatherer import OutputGatherer
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams, same_fields
-from inflight_backend.manager.statistics import IterationStats, StaticBatchStats
+from inflight_backend.manager.statistics import (
+    IterationStats,
+    StaticBatchTally,
+    values_of_drafts,
+)
 from inflight_backend.manager.user_scheduler import (
     Decision,
     GuardedScheduler,
@@ -44,6 +49,7 @@ from inflight_scheduler import (
     CapacitySchedulerPolicy,
     ContextChunking,
     RequestScheduler,
+    ReuseStats,
     ScheduledBatch,
     TrtGptModelType,
     WaitReason,
@@ -52,26 +58,6 @@ from inflight_scheduler import (
     find_policy,
     refusal_reason,
 )
-
-
-class StaticBatchTally:
-    """The numbers of a V1 batch, and the size that it had when it was formed."""
-
-    def __init__(self) -> None:
-        self._batch_size = 0
-        self.stats = StaticBatchStats()
-        """Those of the plan counted last."""
-
-    def count(self, batch: ScheduledBatch, num_passed: int) -> None:
-        """Count a plan that is not empty. ``num_passed`` more requests generate but do not run in
-        it, as they have another beam width: their slots are not empty."""
-        num_generating = batch.num_generation_requests
-        if num_generating == 0:
-            self._batch_size = len(batch.context_chunks)
-            self.stats = StaticBatchStats()
-        else:
-            num_finished = self._batch_size - num_generating - num_passed
-            self.stats = StaticBatchStats(num_generating, num_finished)
 
 
 def effective_settings(
@@ -135,14 +121,8 @@ def load_engine(
     # computed, and if they outnumber the cores it ignores ``GOMP_SPINCOUNT``, so that none of them
     # spins for more work before it sleeps.
     loaded: Future[Engine] = Future()
-
-    def load() -> None:
-        try:
-            loaded.set_result(Engine.load(Path(model), config, on_progress))
-        except BaseException as error:  # raised by the thread that waits
-            loaded.set_exception(error)
-
-    thread = threading.Thread(target=load, name="load", daemon=True)
+    load = partial(Engine.load, Path(model), config, on_progress)
+    thread = threading.Thread(target=settle, args=(loaded, load), name="load", daemon=True)
     thread.start()
     engine = loaded.result()
     thread.join()
@@ -163,32 +143,25 @@ class Batcher:
     ) -> None:
         self.engine = engine
         self.max_beam_width = max_beam_width
-        if max_beam_width > getattr(engine, "max_beam_width", 1):
+        if max_beam_width > engine.max_beam_width:
             raise ConfigurationError(
                 f"max_beam_width is {max_beam_width}, more than the engine was made for"
             )
         self.policy = policy
         self._params = params
         self.num_paused = 0
-        # Engines without these attributes share full blocks only, return tokens only, and verify
-        # no drafts.
-        self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
-        self._take_outputs: Callable[[], StepOutputs | None] | None = getattr(
-            engine, "take_outputs", None
-        )
         self.rules = LogitsHooks(engine, params.logits_processors)
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
             enable_reuse=params.kv_cache_config.enable_block_reuse,
-            may_copy_blocks=self._may_copy_blocks,
+            may_copy_blocks=True,
         )
         self.gatherer = OutputGatherer(engine.vocab_size)
         self.active = ActiveRequests(self.block_manager, params.priority_span)
         self.planner = BatchPlanner(
             self.block_manager, params.max_batch_size, self.active, max_beam_width
         )
-        self._can_verify = getattr(engine, "supports_drafts", False)
         self._drafter = self._make_drafter(params)
         self._draft_tally = DraftTally()
         self._static_tally = StaticBatchTally() if is_v1 else None
@@ -281,31 +254,48 @@ class Batcher:
         num_waiting: int,
         num_repairs: int,
     ) -> IterationStats:
-        """The statistics of the iteration that ran ``batch``, as things stand now."""
-        blocks = self.block_manager
-        static_batch = None if self._static_tally is None else self._static_tally.stats
-        if static_batch is not None and batch.is_empty:
-            static_batch = StaticBatchStats()
-        return IterationStats(
-            iteration=iteration,
-            batch=batch,
-            num_active_requests=len(self.active),
-            max_num_requests=self._max_batch_size,
-            num_paused_requests=self.num_paused,
-            num_waiting_requests=num_waiting,
-            num_repairs=num_repairs,
-            max_num_blocks=blocks.num_blocks,
-            num_free_blocks=blocks.num_free_blocks,
-            tokens_per_block=blocks.tokens_per_block,
-            memory=self.engine.memory_usage(),
-            reuse=blocks.reuse_stats if blocks.enable_reuse else None,
-            static_batch=static_batch,
-            drafts=self._draft_tally.count() if batch.num_drafts else None,
-        )
+        """The statistics of the iteration that ran ``batch``, as things stand now.
 
-    def take_outputs(self) -> StepOutputs | None:
-        """The outputs of the last plan beside its tokens; None if no request asked for any."""
-        return None if self._take_outputs is None else self._take_outputs()
+        Active requests are those still in flight; waiting ones were active when it was scheduled
+        and did not run. ``num_repairs``: how often the batcher was rebuilt since something was held
+        with no request active; 0, unless we have a bug. For V1 its keys replace `Generation
+        Requests`, `MicroBatch ID` and `Paused Requests`.
+        """
+        blocks, memory = self.block_manager, self.engine.memory_usage()
+        reuse = blocks.reuse_stats if blocks.enable_reuse else ReuseStats()
+        num_context, num_generation = len(batch.context_chunks), batch.num_generation_requests
+        values: dict[str, float] = {
+            "Active Request Count": len(self.active),
+            "Context Requests": num_context,
+            "Fraction used KV cache blocks": blocks.num_used_blocks / max(blocks.num_blocks, 1),
+            "Free KV cache blocks": blocks.num_free_blocks,
+            "Iteration Counter": iteration,
+            "KV cache hit rate": reuse.hit_rate,
+            "KV cache transfer time": 0,  # of disaggregated serving, as "Request count"
+            "Max KV cache blocks": blocks.num_blocks,
+            "Max Request Count": self._max_batch_size,
+            "Request count": 0,
+            "Reused KV cache blocks": reuse.num_reused_blocks,
+            "Runtime CPU Memory Usage": memory.cpu,
+            "Runtime GPU Memory Usage": memory.gpu,
+            "Runtime Pinned Memory Usage": memory.pinned,
+            "Scheduled Requests": num_context + num_generation,
+            "Tokens per KV cache block": blocks.tokens_per_block,
+            "Total Context Tokens": batch.num_context_tokens,
+            "Used KV cache blocks": blocks.num_used_blocks,
+            "Waiting Requests": num_waiting,
+        }
+        if self._static_tally is not None:
+            values |= self._static_tally.values(batch)
+        else:
+            values["Generation Requests"] = num_generation
+            values["MicroBatch ID"] = 0
+            values["Paused Requests"] = self.num_paused
+        if batch.num_drafts:
+            values |= values_of_drafts(self._draft_tally.count())
+        if num_repairs:
+            values["Repairs"] = num_repairs
+        return IterationStats(values)
 
     def explain(self) -> dict[int, WaitReason]:
         """Why active requests would not run now, by id.
@@ -317,7 +307,7 @@ class Batcher:
         if not isinstance(scheduler, GuardedScheduler):
             return explain(scheduler, self.active)
         if scheduler.is_overruled:
-            return self._explain_default(scheduler.default)
+            return explain(scheduler.default, self.active)
         return explain_left_out(
             scheduler.name,
             self.active,
@@ -326,19 +316,6 @@ class Batcher:
             max_batch_size=self._max_batch_size,
             max_num_tokens=self.engine.max_num_tokens,
         )
-
-    def _explain_default(self, default: RequestScheduler) -> dict[int, WaitReason]:
-        """Explaining means deciding, which sets sizes of contexts; they are restored.
-
-        Otherwise the user's scheduler would find other sizes than in a replay.
-        """
-        contexts = [request for request in self.active if request.is_context_init_state]
-        sizes = [(each.context_chunk_size, each.num_chunk_drafts) for each in contexts]
-        try:
-            return explain(default, self.active)
-        finally:
-            for request, size in zip(contexts, sizes, strict=True):
-                request.context_chunk_size, request.num_chunk_drafts = size
 
     def make_limits(self, **others: Any) -> RequestLimits:
         """The limits of requests; ``others``: those that the engine does not determine."""
@@ -349,11 +326,11 @@ class Batcher:
             max_seq_len=self.engine.max_seq_len,
             max_queue_seconds=params.max_queue_seconds,
             max_run_seconds=params.max_run_seconds,
-            is_observable=self._take_outputs is not None,
-            check_processor=self.rules.processors.check,
+            check_processor=self.rules.check,
             max_beam_width=self.max_beam_width,
             folds_ids=params.out_of_vocabulary == "fold",
-            max_draft_len=params.speculative_decoding_config.max_draft_len * self._can_verify,
+            max_draft_len=params.speculative_decoding_config.max_draft_len
+            * self.engine.supports_drafts,
             refusal_reason=partial(
                 refusal_reason,
                 block_manager=self.block_manager,
@@ -374,7 +351,7 @@ class Batcher:
         config = params.speculative_decoding_config
         if config.mode == "none":
             return None
-        if not self._can_verify:
+        if not self.engine.supports_drafts:
             raise ConfigurationError(
                 f"speculative_decoding_mode is {config.mode}, but the engine verifies no drafts "
                 "(in deterministic_mode it may not); set it to none"
@@ -383,7 +360,7 @@ class Batcher:
             config,
             self.block_manager,
             self.engine.max_num_tokens,
-            lambda request: self.rules.has_any(request.request_id),
+            lambda request: request.request_id in self.rules,
         )
 
     def _make_settings(self, params: TrtGptModelOptionalParams) -> Settings:
@@ -395,7 +372,7 @@ class Batcher:
             max_num_tokens=self.engine.max_num_tokens,
             chunking=self._chunking,
             enable_reuse=self.block_manager.enable_reuse,
-            may_copy_blocks=self._may_copy_blocks,
+            may_copy_blocks=True,
             scheduler_class=params.scheduler_class,
             is_overlapped=self.is_overlapped,
             priority_span=params.priority_span,

@@ -35,8 +35,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from inflight_backend.calls import LoopCalls
 from inflight_backend.engine.interface import StepEngine
-from inflight_backend.errors import RefusalText
+from inflight_backend.errors import ErrorText, InvalidRequest
 from inflight_backend.guided.compiler import GuideService
 from inflight_backend.log import get_logger
 from inflight_backend.manager.batcher import Batcher, effective_settings, load_engine
@@ -48,10 +49,10 @@ from inflight_backend.manager.responses import QueuedResponse, make_tensors
 from inflight_backend.manager.statistics import EventCounter, IterationStats, LengthHistograms
 from inflight_backend.manager.step_loop import StepLoop
 from inflight_backend.manager.wait_reasons import (
-    LoopCalls,
     WaitReasons,
     describe_wait,
     expiry_error,
+    why_queued,
 )
 from inflight_backend.requests.inference_request import (
     GetInferenceRequestsCallback,
@@ -252,10 +253,9 @@ class GptManager:
             params.guided_decoding_config,
             Path(model) if isinstance(model, str | Path) else None,
             engine.vocab_size,
-            can_mask=self._batcher.rules.can_mask,
         )
         self._rules = self._batcher.rules
-        self._rules.guides.tokenizer_end_id = self._guide_service.end_id
+        self._rules.mask_maker.tokenizer_end_id = self._guide_service.end_id
         self.model_type = model_type
         self.limits = self._batcher.make_limits(
             exclude_input_in_output=exclude_input_in_output,
@@ -286,7 +286,7 @@ class GptManager:
         self._calls = LoopCalls(self.wake)
         self._is_closing = False
         self._idle_wait = IdleWait(self._guard, poll_when_idle)
-        is_prepared = self._calls.call_soon(getattr(engine, "prepare_thread", lambda: None))
+        is_prepared = self._calls.call_soon(engine.prepare_thread)
         self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
         self._thread.start()
         if is_prepared.exception() is not None:
@@ -322,6 +322,10 @@ class GptManager:
         """Requests accepted and not finished."""
         return len(self._active) + len(self._intake)
 
+    def why_queued(self) -> str:
+        """Why a request that was not fetched yet has to wait; from any thread."""
+        return why_queued(self.get_num_active_requests(), self.max_num_requests)
+
     def wake(self) -> None:
         """Poll for requests and stop signals now, also while idle; from any thread."""
         self._idle_wait.wake()
@@ -347,7 +351,7 @@ class GptManager:
     # The loop. Everything below runs on the worker thread only.
 
     def _run(self) -> None:
-        self._calls.run_pending()  # the engine's `prepare_thread`, if it has one
+        self._calls.run_pending()  # the engine's `prepare_thread`
         while True:
             self.health.iteration_begins()
             try:
@@ -401,8 +405,6 @@ class GptManager:
         waits = WaitReasons.of(self._batcher)  # before one of them frees its blocks
         for expired in expired_requests:
             request = expired.request
-            if self._active.get(request.request_id) is not request:
-                continue  # its other deadline has ended it
             error = expiry_error(expired, waits)
             request.finish(FinishReason.TIMED_OUT)
             self._end(request, error)
@@ -476,9 +478,7 @@ class GptManager:
     ) -> None:
         """Make a request known to all parts of the manager, or to none."""
         try:
-            if guide is not None:
-                self._rules.guides.add(request.request_id, guide)
-            self._rules.processors.add(request)
+            self._rules.add(request, guide)
             self._active.add(llm_request)
             self._deadlines.add(llm_request)
             if llm_request.beams is None:  # a beam search checks them in each beam
@@ -498,7 +498,7 @@ class GptManager:
         num_known = request.num_drawn_tokens
         if request.tokens[num_known - 1] == _NON_FINITE:
             reason = self._rules.why_no_token(request.request_id)
-            self._end(request, RefusalText(reason) or NO_TOKEN)
+            self._end(request, ErrorText.of(InvalidRequest(reason)) if reason else NO_TOKEN)
         elif request.is_finished:
             self._end(request)
         elif request.is_streaming and num_known > request.orig_prompt_len + request.num_sent_tokens:

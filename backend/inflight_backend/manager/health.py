@@ -2,12 +2,12 @@
 
 A server can answer "ready" while no token is produced. So the loop reports whether it has work,
 counts its progress and its consecutive failures; the watchdog reads that. An idle loop counts as
-healthy. Each request has up to two deadlines, watched in O(log n).
+healthy. Each request has up to two deadlines.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from inflight_backend.log import get_logger
 from inflight_scheduler import ActiveRequests, LlmRequest
-
-_MIN_CLEAN = 1024  # entries before those of ended requests are removed
 
 
 class Expired(NamedTuple):
@@ -28,51 +26,40 @@ class Expired(NamedTuple):
 
 
 class DeadlineWatch:
-    """Owner of the deadlines of the ``active`` requests, on the clock of `time.monotonic`.
+    """Finds the ``active`` requests that have missed a deadline on the clock of `time.monotonic`.
 
-    Entries of ended requests stay in the heap for a while; they hold no request, whose tokens may
-    be gigabytes. One counts while an active request has its id and its deadline.
+    Free of cost until the next deadline, then O(active requests).
     """
 
     def __init__(self, active: ActiveRequests) -> None:
         self._active = active
-        self._heap: list[tuple[float, int, bool]] = []  # deadline, request id, is of the queue
-        self._clean_at = _MIN_CLEAN
-
-    def __len__(self) -> int:
-        return len(self._heap)
+        self._next_deadline = math.inf  # of all active requests, or earlier
 
     def add(self, request: LlmRequest) -> None:
         """Watch an active request, if it has a deadline."""
-        if len(self._heap) >= self._clean_at:
-            self._heap = [each for each in self._heap if self._find(*each) is not None]
-            heapq.heapify(self._heap)
-            self._clean_at = max(_MIN_CLEAN, 2 * len(self._heap))
-        deadlines = ((request.queue_deadline, True), (request.run_deadline, False))
-        for deadline, is_of_queue in deadlines:
-            if deadline is not None:
-                heapq.heappush(self._heap, (deadline, request.request_id, is_of_queue))
+        self._next_deadline = min(self._next_deadline, *_deadlines(request))
 
     def take_expired(self) -> list[Expired]:
-        """Deadlines that have passed, each once, of active requests that missed them."""
-        if not self._heap:
+        """The requests with a deadline that has passed, each once; one that has started has met its
+        queue deadline."""
+        if (now := time.monotonic()) < self._next_deadline:
             return []
-        now = time.monotonic()
-        expired = []
-        while self._heap and self._heap[0][0] <= now:
-            deadline, request_id, is_of_queue = heapq.heappop(self._heap)
-            request = self._find(deadline, request_id, is_of_queue)
-            if request is not None and not (is_of_queue and request.has_started):
-                expired.append(Expired(request, is_of_queue))
+        expired, to_come = [], [math.inf]
+        for request in self._active:
+            queue_deadline, run_deadline = _deadlines(request)
+            is_queue_deadline = queue_deadline <= now and not request.has_started
+            if is_queue_deadline or run_deadline <= now:
+                expired.append(Expired(request, is_queue_deadline))
+            to_come += [each for each in (queue_deadline, run_deadline) if each > now]
+        self._next_deadline = min(to_come)
         return expired
 
-    def _find(self, deadline: float, request_id: int, is_of_queue: bool) -> LlmRequest | None:
-        """The active request of an entry; a later one with its id has other deadlines."""
-        request = self._active.get(request_id)
-        if request is None:
-            return None
-        found = request.queue_deadline if is_of_queue else request.run_deadline
-        return request if found == deadline else None
+
+def _deadlines(request: LlmRequest) -> tuple[float, float]:
+    """Of the queue and of the run."""
+    deadlines = (request.queue_deadline, request.run_deadline)
+    queue_deadline, run_deadline = (math.inf if each is None else each for each in deadlines)
+    return queue_deadline, run_deadline
 
 
 _logger = get_logger(__name__)

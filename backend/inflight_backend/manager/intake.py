@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from inflight_backend.errors import (
-    CapacityExceeded,
-    CapacityText,
-    InvalidRequest,
-    RefusalText,
-    ServingError,
-)
+from inflight_backend.errors import ErrorText, ServingError
 from inflight_backend.log import get_logger
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import RequestLimits, validate
@@ -90,12 +84,8 @@ class RequestIntake:
         """Call ``step`` with a request; an exception ends that request."""
         try:
             step(request)
-        except InvalidRequest as error:
-            self._refuse(request.request_id, RefusalText(error))
-        except CapacityExceeded as error:  # too many grammars or logits at once
-            self._refuse(request.request_id, CapacityText(error))
         except ServingError as error:
-            self._refuse(request.request_id, str(error))
+            self._refuse(request.request_id, ErrorText.of(error))
         except BaseException:  # our bug, or a panic of a library
             _logger.exception("request %d could not be taken", request.request_id)
             self._refuse(request.request_id, NOT_TAKEN)

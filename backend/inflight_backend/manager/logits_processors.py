@@ -27,24 +27,25 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inflight_backend.engine.interface import (
-    EditSource,
     LogitsEdit,
     LogitsEdits,
-    MaskSource,
     PendingStep,
-    TokenMasks,
+    StepEngine,
 )
 from inflight_backend.errors import ConfigurationError, InvalidRequest
-from inflight_backend.guided.masks import AnswerGuides
+from inflight_backend.guided.masks import GuidedAnswer, GuidedRow, MaskMaker
 from inflight_backend.log import get_logger
 from inflight_backend.manager.user_scheduler import find_entry
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import PROCESSOR_FIELD, read_processor_name
 from inflight_backend.requests.values import integer
 from inflight_scheduler import LlmRequest
+
+if TYPE_CHECKING:
+    from inflight_backend.guided.matchers import CompiledGuide
 
 NO_TOKEN = (
     "no token could be drawn: the model's logits are not finite numbers, or 'bad_words_list', "
@@ -53,63 +54,6 @@ NO_TOKEN = (
 
 Unread = tuple[Sequence[LlmRequest], PendingStep]
 """The requests of a step whose tokens have not been read, and the step."""
-
-
-class LogitsHooks:
-    """Owner of guides and processors; the engine may lack ``mask_next`` or ``edit_next``."""
-
-    def __init__(self, engine: Any, processors: Mapping[str, LogitsPostProcessor]) -> None:
-        self._mask_next: Callable[[MaskSource], None] | None = getattr(engine, "mask_next", None)
-        self._edit_next: Callable[[EditSource], None] | None = getattr(engine, "edit_next", None)
-        self.guides = AnswerGuides(engine.vocab_size)
-        self.processors = ActiveProcessors(processors if self._edit_next is not None else {})
-
-    @property
-    def can_mask(self) -> bool:
-        """True when the engine can mask logits, so that answers can be guided."""
-        return self._mask_next is not None
-
-    def __bool__(self) -> bool:
-        """True when an active request has a guide or a processor."""
-        return bool(self.guides) or bool(self.processors)
-
-    def has_any(self, request_id: int) -> bool:
-        """True for a request with a guide or a processor: its tokens are sampled one by one."""
-        return self.guides.is_guided(request_id) or self.processors.is_chosen(request_id)
-
-    def prepare(self, owners: Sequence[LlmRequest], before: Unread | None) -> None:
-        """Have the engine mask and edit rows of the next plan, whose rows belong to ``owners``.
-
-        It asks for masks and edits while the decoder runs; this then waits for the tokens of the
-        step ``before``, which have not been read.
-        """
-        guided, edited = self.guides.guided_rows(owners), self.processors.chosen_rows(owners)
-
-        def latest() -> dict[int, int]:
-            if before is None:
-                return {}
-            tokens = zip(before[0], before[1].read(), strict=True)
-            return {owner.request_id: token for owner, token in tokens}
-
-        def masks() -> TokenMasks:
-            return self.guides.masks(guided, latest())
-
-        def edits() -> LogitsEdits:
-            return self.processors.edits(edited, latest())
-
-        if guided and self._mask_next is not None:
-            self._mask_next(masks)
-        if edited and self._edit_next is not None:
-            self._edit_next(edits)
-
-    def discard(self, request_id: int) -> None:
-        """Forget a request."""
-        self.guides.discard(request_id)
-        self.processors.discard(request_id)
-
-    def why_no_token(self, request_id: int) -> str:
-        """Why no token could be sampled; empty if neither guide nor processor is the cause."""
-        return self.guides.error_of(request_id) or self.processors.why_no_token(request_id)
 
 
 _logger = get_logger(__name__)
@@ -193,6 +137,24 @@ class _Choice:
     num_arguments: int
     error: str = ""
 
+    def why_no_token(self) -> str:
+        """Why no token could be sampled behind it."""
+        return self.error or (
+            f"no token could be drawn behind logits processor '{self.name}': it left no finite "
+            "number, or the other rules forbid what it left"
+        )
+
+    def edit_of(self, request: LlmRequest, latest: Mapping[int, int]) -> LogitsEdit | None:
+        """The edit of the next logits; ``latest``: sampled tokens that are not yet applied, by
+        request id. None for a request that has ended: its next token is dropped."""
+        tokens = request.tokens[: request.num_drawn_tokens]
+        if request.num_pending_tokens:
+            tokens.append(latest[request.request_id])
+        has_answer = len(tokens) > request.orig_prompt_len
+        if has_answer and (tokens[-1] < 0 or tokens[-1] in request.end_ids):
+            return None
+        return partial(self.edit, request.request_id, tokens)
+
     def edit(self, request_id: int, tokens: list[int], logits: Any, stream: int | None) -> None:
         """Have the user's code change logits [1, beams, vocab]; NaN if that fails.
 
@@ -220,18 +182,37 @@ class _Choice:
             logits.fill_(_NAN)
 
 
-class ActiveProcessors:
-    """Owner of the processors of active requests."""
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    """What changes the logits of one request."""
 
-    def __init__(self, processors: Mapping[str, LogitsPostProcessor]) -> None:
+    answer: GuidedAnswer | None
+    choice: _Choice | None
+
+
+class LogitsHooks:
+    """Owner of the guides and processors of active requests, which change the logits of an engine.
+
+    The tokens of such a request are sampled one by one.
+    """
+
+    def __init__(self, engine: StepEngine, processors: Mapping[str, LogitsPostProcessor]) -> None:
+        self.mask_maker = MaskMaker(engine.vocab_size)
+        self._engine = engine
         self._processors = {
             name: (processor, _num_arguments(processor) or _NUM_ARGUMENTS[0])
             for name, processor in processors.items()
         }
-        self._chosen: dict[int, _Choice] = {}
+        self._hooks: dict[int, _Hook] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._hooks
 
     def check(self, request: InferenceRequest) -> None:
-        """`InvalidRequest` for an unknown name, or beams."""
+        """`InvalidRequest` for an unknown name of a processor, or one with beams."""
         name = read_processor_name(request)
         if name and name not in self._processors:
             raise InvalidRequest(
@@ -241,51 +222,53 @@ class ActiveProcessors:
         if name and integer(request, "beam_width", 1, -(2**31), 2**31 - 1) > 1:
             raise InvalidRequest(f"'{PROCESSOR_FIELD}' cannot go with a 'beam_width' above 1")
 
-    def add(self, request: InferenceRequest) -> None:
-        """Process the logits of a checked request, if it names a processor."""
-        if name := read_processor_name(request):
-            self._chosen[request.request_id] = _Choice(name, *self._processors[name])
+    def add(self, request: InferenceRequest, guide: CompiledGuide | None) -> None:
+        """Change the logits of a checked request, if it has a guide or names a processor."""
+        name = read_processor_name(request)
+        if name or guide is not None:
+            self._hooks[request.request_id] = _Hook(
+                None if guide is None else GuidedAnswer(guide),
+                _Choice(name, *self._processors[name]) if name else None,
+            )
 
     def discard(self, request_id: int) -> None:
-        """Forget a request, with or without a processor."""
-        self._chosen.pop(request_id, None)
+        """Forget a request, with or without any of these."""
+        self._hooks.pop(request_id, None)
 
     def why_no_token(self, request_id: int) -> str:
-        """Why no token could be sampled for a request; empty without a processor."""
-        choice = self._chosen.get(request_id)
-        if choice is None:
-            return ""
-        return choice.error or (
-            f"no token could be drawn behind logits processor '{choice.name}': it left no finite "
-            "number, or the other rules forbid what it left"
-        )
+        """Why no token could be sampled; empty if neither guide nor processor is the cause."""
+        hook = self._hooks.get(request_id, _Hook(None, None))
+        if hook.answer is not None and hook.answer.error:
+            return hook.answer.error
+        return "" if hook.choice is None else hook.choice.why_no_token()
 
-    def is_chosen(self, request_id: int) -> bool:
-        """True for a request with a processor."""
-        return request_id in self._chosen
+    def prepare(self, owners: Sequence[LlmRequest], before: Unread | None) -> None:
+        """Have the engine mask and edit rows of the next plan, whose rows belong to ``owners``.
 
-    def __bool__(self) -> bool:
-        return bool(self._chosen)
+        It asks for masks and edits while the decoder runs; this then waits for the tokens of the
+        step ``before``, which have not been read.
+        """
+        guided: list[GuidedRow] = []
+        edited: list[tuple[int, LlmRequest, _Choice]] = []
+        for row, owner in enumerate(owners):
+            if (hook := self._hooks.get(owner.request_id)) is not None:
+                if hook.answer is not None:
+                    guided.append((row, owner, hook.answer))
+                if hook.choice is not None:
+                    edited.append((row, owner, hook.choice))
 
-    def chosen_rows(self, owners: Sequence[LlmRequest]) -> list[tuple[int, LlmRequest]]:
-        """Rows and requests of ``owners`` with a processor."""
-        return [(row, each) for row, each in enumerate(owners) if each.request_id in self._chosen]
+        def latest() -> dict[int, int]:
+            if before is None:
+                return {}
+            tokens = zip(before[0], before[1].read(), strict=True)
+            return {owner.request_id: token for owner, token in tokens}
 
-    def edits(
-        self, rows: Sequence[tuple[int, LlmRequest]], latest: Mapping[int, int]
-    ) -> LogitsEdits:
-        """The edits of ``rows``; ``latest``: sampled tokens that are not yet applied, by request
-        id."""
-        found = ((row, self._edit(request, latest)) for row, request in rows)
-        return [(row, edit) for row, edit in found if edit is not None]
+        def edits() -> LogitsEdits:
+            tokens = latest()
+            found = ((row, choice.edit_of(owner, tokens)) for row, owner, choice in edited)
+            return [(row, edit) for row, edit in found if edit is not None]
 
-    def _edit(self, request: LlmRequest, latest: Mapping[int, int]) -> LogitsEdit | None:
-        """None for a request that has ended: its next token is dropped."""
-        choice = self._chosen.get(request.request_id)
-        tokens = request.tokens[: request.num_drawn_tokens]
-        if request.num_pending_tokens:
-            tokens.append(latest[request.request_id])
-        has_answer = len(tokens) > request.orig_prompt_len
-        if choice is None or (has_answer and (tokens[-1] < 0 or tokens[-1] in request.end_ids)):
-            return None
-        return partial(choice.edit, request.request_id, tokens)
+        if guided:
+            self._engine.mask_next(lambda: self.mask_maker.masks(guided, latest()))
+        if edited:
+            self._engine.edit_next(edits)

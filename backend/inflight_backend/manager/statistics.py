@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from inflight_backend.engine.interface import MemoryUsage
 from inflight_backend.manager.responses import num_shown
 from inflight_backend.speculative.drafter import DraftStats
-from inflight_scheduler import BeamSearch, FinishReason, LlmRequest, ReuseStats, ScheduledBatch
+from inflight_scheduler import BeamSearch, FinishReason, LlmRequest, ScheduledBatch
 
 
 class EventCounter:
@@ -81,107 +80,63 @@ class LengthHistograms:
         return [self._lengths.popleft() for _ in range(len(self._lengths))]
 
 
-@dataclass(frozen=True, slots=True)
-class StaticBatchStats:
-    """One step of a V1 batch; the sums over its steps are TensorRT-LLM's numbers of the batch.
+class StaticBatchTally:
+    """The numbers of a V1 batch, and the size that it had when it was formed."""
 
-    ``num_empty_slots``: requests of the batch that have finished while others still generate.
-    """
+    def __init__(self) -> None:
+        self._batch_size = self._num_generating = self._num_empty_slots = 0
 
-    num_generation_tokens: int = 0
-    num_empty_slots: int = 0
+    def count(self, batch: ScheduledBatch, num_passed: int) -> None:
+        """Count a plan that is not empty. ``num_passed`` more requests generate but do not run in
+        it, as they have another beam width: their slots are not empty."""
+        self._num_generating = batch.num_generation_requests
+        if self._num_generating == 0:
+            self._batch_size, self._num_empty_slots = len(batch.context_chunks), 0
+        else:
+            self._num_empty_slots = self._batch_size - self._num_generating - num_passed
+
+    def values(self, batch: ScheduledBatch) -> dict[str, int]:
+        """The keys of V1 for the iteration that ran ``batch``, the plan counted last or an empty
+        one; the sums over its steps are TensorRT-LLM's numbers of the batch."""
+        is_idle = batch.is_empty
+        return {
+            "Empty Generation Slots": 0 if is_idle else self._num_empty_slots,
+            "Total Generation Tokens": 0 if is_idle else self._num_generating,
+        }
+
+
+def values_of_drafts(drafts: DraftStats) -> dict[str, float]:
+    """The keys of an iteration that verified drafts."""
+    return {
+        "Acceptance Length": drafts.acceptance_length,
+        "Accepted Draft Tokens": drafts.num_accepted_tokens,
+        "Draft Tokens": drafts.num_draft_tokens,
+        "Requests with Draft Tokens": drafts.num_requests,
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class IterationStats:
-    """Counts at the end of the iteration that ran ``batch``.
+    """Counts at the end of an iteration, by key (see `Batcher.measure`).
 
-    Active requests are those still in flight then; waiting ones were active when it was scheduled
-    and did not run. ``num_repairs``: how often the batcher was rebuilt since something was held
-    with no request active; 0, unless we have a bug. ``reuse`` is None without block reuse, and then
-    its values are 0. ``static_batch`` is None for in-flight batching; for V1 its keys replace
-    `Generation Requests`, `MicroBatch ID` and `Paused Requests`. ``drafts`` is None, and its keys
-    are absent, if none were verified. ``measured_at``: seconds since 1970, which tell a reader how
-    old the numbers are, as while a step hangs.
+    ``measured_at``: seconds since 1970, which tell a reader how old the numbers are, as while a
+    step hangs.
     """
 
-    iteration: int
-    batch: ScheduledBatch
-    num_active_requests: int
-    max_num_requests: int
-    num_paused_requests: int
-    num_waiting_requests: int
-    num_repairs: int
-    max_num_blocks: int
-    num_free_blocks: int
-    tokens_per_block: int
-    memory: MemoryUsage
-    reuse: ReuseStats | None = None
-    static_batch: StaticBatchStats | None = None
-    drafts: DraftStats | None = None
+    values: Mapping[str, float]
     measured_at: float = field(default_factory=time.time)
 
     def describe_load(self) -> str:
         """Taken places, waiting requests and free blocks, for an error message."""
+        values = self.values
         return (
-            f"{self.num_active_requests} of {self.max_num_requests} places are taken, "
-            f"{self.num_waiting_requests} of those requests wait, and {self.num_free_blocks} of "
-            f"{self.max_num_blocks} KV blocks are free"
+            f"{values['Active Request Count']} of {values['Max Request Count']} places are taken, "
+            f"{values['Waiting Requests']} of those requests wait, and "
+            f"{values['Free KV cache blocks']} of {values['Max KV cache blocks']} KV blocks are "
+            "free"
         )
 
     def to_json(self) -> str:
         """The flat object that `ReturnBatchManagerStatsCallback` receives."""
-        num_used = self.max_num_blocks - self.num_free_blocks
-        num_context = len(self.batch.context_chunks)
-        return json.dumps(
-            {
-                "Active Request Count": self.num_active_requests,
-                "Context Requests": num_context,
-                "Fraction used KV cache blocks": num_used / max(self.max_num_blocks, 1),
-                "Free KV cache blocks": self.num_free_blocks,
-                "Iteration Counter": self.iteration,
-                "KV cache hit rate": 0 if self.reuse is None else self.reuse.hit_rate,
-                "KV cache transfer time": 0,  # of disaggregated serving, as "Request count"
-                "Max KV cache blocks": self.max_num_blocks,
-                "Max Request Count": self.max_num_requests,
-                "Request count": 0,
-                "Reused KV cache blocks": 0 if self.reuse is None else self.reuse.num_reused_blocks,
-                "Runtime CPU Memory Usage": self.memory.cpu,
-                "Runtime GPU Memory Usage": self.memory.gpu,
-                "Runtime Pinned Memory Usage": self.memory.pinned,
-                "Scheduled Requests": num_context + self.batch.num_generation_requests,
-                "Timestamp": datetime.fromtimestamp(self.measured_at).strftime("%m-%d-%Y %H:%M:%S"),
-                "Tokens per KV cache block": self.tokens_per_block,
-                "Total Context Tokens": self.batch.num_context_tokens,
-                "Used KV cache blocks": num_used,
-                "Waiting Requests": self.num_waiting_requests,
-                **self._of_batching(),
-                **self._of_drafts(),
-                **({"Repairs": self.num_repairs} if self.num_repairs else {}),
-            },
-            sort_keys=True,
-        )
-
-    def _of_drafts(self) -> dict[str, float]:
-        """The keys of an iteration that verified drafts."""
-        if self.drafts is None:
-            return {}
-        return {
-            "Acceptance Length": self.drafts.acceptance_length,
-            "Accepted Draft Tokens": self.drafts.num_accepted_tokens,
-            "Draft Tokens": self.drafts.num_draft_tokens,
-            "Requests with Draft Tokens": self.drafts.num_requests,
-        }
-
-    def _of_batching(self) -> dict[str, int]:
-        """The keys that only one kind of batching has."""
-        if self.static_batch is not None:
-            return {
-                "Empty Generation Slots": self.static_batch.num_empty_slots,
-                "Total Generation Tokens": self.static_batch.num_generation_tokens,
-            }
-        return {
-            "Generation Requests": self.batch.num_generation_requests,
-            "MicroBatch ID": 0,
-            "Paused Requests": self.num_paused_requests,
-        }
+        moment = datetime.fromtimestamp(self.measured_at).strftime("%m-%d-%Y %H:%M:%S")
+        return json.dumps({**self.values, "Timestamp": moment}, sort_keys=True)

@@ -20,7 +20,7 @@ runs, the host waits for the previous step, and the steps stay overlapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -141,7 +141,8 @@ class StepLoop:
             return StepOutcome(batch)
         try:
             batcher.prepare_sampling(batch)
-            tokens, outputs = batcher.engine.execute(batch), batcher.take_outputs()
+            step = batcher.engine.submit(batch)
+            tokens, outputs = step.read(), step.read_outputs()
             advanced = batcher.planner.update(batch, tokens, _candidates_of(outputs))
             return _completed(batch, advanced, tokens, outputs)
         except Exception as error:
@@ -154,7 +155,7 @@ class StepLoop:
         batch, pending = before
         planner, recorder = self._batcher.planner, self._batcher.recorder
         try:
-            tokens, outputs = pending.read(), _read_outputs(pending)
+            tokens, outputs = pending.read(), pending.read_outputs()
             advanced = planner.apply_tokens(batch, tokens, _candidates_of(outputs))
             if planner.has_forgotten:
                 recorder.forgot()
@@ -181,12 +182,6 @@ def _completed(
 ) -> StepOutcome:
     lowest = min(tokens, default=0)
     return StepOutcome(batch, advanced, [], outputs, is_completed=True, lowest_token=lowest)
-
-
-def _read_outputs(step: PendingStep) -> StepOutputs | None:
-    """The outputs of a step whose tokens were read; None if no request asked for any."""
-    read: Callable[[], StepOutputs | None] | None = getattr(step, "read_outputs", None)
-    return None if read is None else read()
 
 
 def _candidates_of(outputs: StepOutputs | None) -> Candidates:

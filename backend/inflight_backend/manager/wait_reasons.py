@@ -1,16 +1,11 @@
-"""The state of a request in flight and why it waits, for other threads."""
+"""The state of a request in flight and why it waits."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from inflight_backend.errors import CapacityText
+from inflight_backend.errors import CapacityExceeded, ErrorText
 from inflight_protocol import NOT_IN_FLIGHT as NOT_IN_FLIGHT_STATE
 from inflight_scheduler import LlmRequest, WaitReason
 
@@ -19,70 +14,10 @@ if TYPE_CHECKING:
     from inflight_backend.manager.health import Expired
 
 
-_Result = TypeVar("_Result")
-
-
-class LoopCalls:
-    """Runs callables of any thread on the loop's thread, in order.
-
-    After `close` the loop changes nothing any more, and calls run on the calling thread.
-    """
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        """``wake`` makes the loop call `run_pending`."""
-        self._wake = wake
-        self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._is_closed = False
-        self._lock = threading.RLock()
-
-    def call_soon(self, function: Callable[[], _Result]) -> Future[_Result]:
-        """Run ``function`` on the loop's thread; the future gets its result or exception."""
-        future: Future[_Result] = Future()
-        with self._lock:
-            if self._is_closed:
-                _run(future, function)
-            else:
-                self._waiting.put(lambda: _run(future, function))
-                self._wake()
-        return future
-
-    def run_pending(self) -> None:
-        """Run all waiting calls; raises nothing."""
-        with suppress(queue.Empty):
-            while True:
-                self._waiting.get_nowait()()
-
-    def close(self) -> None:
-        """Run all waiting calls, for the last time."""
-        with self._lock:  # a call comes either before the last `run_pending` or after the close
-            self._is_closed = True
-            self.run_pending()
-
-
-def _run(future: Future[_Result], function: Callable[[], _Result]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = function()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
 NOT_IN_FLIGHT: dict[str, Any] = {
     "state": NOT_IN_FLIGHT_STATE,
     "reason": "no request with this id waits or runs (it has ended, or never was)",
 }
-
-
-class QueuePosition(Protocol):
-    """The places for active requests; `GptManager` has them."""
-
-    max_num_requests: int
-
-    def get_num_active_requests(self) -> int:
-        """Places that are taken; from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +75,9 @@ def describe_wait(batcher: Batcher, *request_ids: int) -> dict[str, Any]:
     return answer
 
 
-def why_queued(places: QueuePosition) -> str:
-    """Why a request is still in the queue of the Triton model."""
-    num_taken, num_places = places.get_num_active_requests(), places.max_num_requests
+def why_queued(num_taken: int, num_places: int) -> str:
+    """Why a request is still in the queue before the batch manager, of whose places some or all are
+    taken."""
     if num_taken < num_places:
         taken = f"{num_taken} of {num_places} places of max_batch_size are taken"
         return f"the iteration that runs has not ended ({taken})"
@@ -173,7 +108,7 @@ def expiry_error(expired: Expired, waits: WaitReasons) -> str:
         text = "no token before its run deadline"
         num_computed = request.context_current_position
         otherwise = f"{num_computed} of {request.prompt_len} prompt tokens computed"
-    return CapacityText(waits.add_to(text, request.request_id, otherwise))
+    return ErrorText.of(CapacityExceeded(waits.add_to(text, request.request_id, otherwise)))
 
 
 def _state(request: LlmRequest, is_running: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from inflight_backend.errors import InvalidRequest, UnsupportedRequest
+from inflight_backend.errors import InvalidRequest
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.values import flag, integer
 from inflight_scheduler import NO_OUTPUTS, OutputParams
@@ -17,13 +17,6 @@ hold them all, on its way through shared memory."""
 MAX_TOP_LOG_PROBS = 20
 """Likeliest tokens told beside each token: OpenAI's bound of ``top_logprobs``."""
 
-_OF_LOGITS = (
-    "log_probs",
-    "log_prob_ranks",
-    "num_top_log_probs",
-    "context_logits",
-    "generation_logits",
-)
 _FLAGS = [each.name for each in fields(OutputParams) if each.name != "num_top_log_probs"]
 
 
@@ -37,11 +30,8 @@ def read_outputs(
     prompt_len: int,
     max_new_tokens: int,
     vocab_size: int,
-    *,
-    is_observable: bool,
 ) -> OutputParams:
-    """The outputs that ``request`` asks for; `InvalidRequest` for one that the engine does not
-    have (``is_observable`` False), or that would be too large."""
+    """The outputs that ``request`` asks for; `InvalidRequest` for one that would be too large."""
     wanted: dict[str, Any] = {name: flag(request, input_of(name), False) for name in _FLAGS}
     wanted["num_top_log_probs"] = integer(request, "num_top_log_probs", 0, 0, MAX_TOP_LOG_PROBS)
     if not any(wanted.values()):
@@ -49,11 +39,6 @@ def read_outputs(
     outputs = OutputParams(**wanted)
     if outputs.num_top_log_probs > vocab_size:
         raise InvalidRequest(f"'num_top_log_probs' is more than the {vocab_size} tokens there are")
-    for name in _OF_LOGITS:
-        if getattr(outputs, name) and not is_observable:
-            raise UnsupportedRequest(
-                f"'{input_of(name)}' is not supported by the engine of this server"
-            )
     num_rows = num_logits_rows(outputs, prompt_len, max_new_tokens)
     num_bytes = 4 * num_rows * vocab_size
     if num_bytes > MAX_LOGITS_BYTES:

@@ -94,13 +94,12 @@ class RequestLimits:
     """What the loaded model and the configuration allow; all lengths in tokens.
 
     ``may_stream`` False: streaming requests are treated as the others (V1 batching).
-    ``is_observable``: the engine tells log probabilities and logits. ``refusal_reason`` says why a
-    request, valid in itself, could never finish here (KV pool, token budget); None if it can.
-    Seconds bound the waiting and the whole life of a request. ``start_guide`` compiles guides;
-    ``guided_end_id`` and ``guided_more_end_ids`` end the answers of guided requests that send no
-    ``end_id``. At most ``max_draft_len`` drafts may be sent. ``check_processor`` refuses logits
-    processors that are not there. ``folds_ids``: ids of a prompt that are above the vocabulary
-    stand for their remainder by its size.
+    ``refusal_reason`` says why a request, valid in itself, could never finish here (KV pool, token
+    budget); None if it can. Seconds bound the waiting and the whole life of a request.
+    ``start_guide`` compiles guides; ``guided_end_id`` and ``guided_more_end_ids`` end the answers
+    of guided requests that send no ``end_id``. At most ``max_draft_len`` drafts may be sent.
+    ``check_processor`` refuses logits processors that are not there. ``folds_ids``: ids of a prompt
+    that are above the vocabulary stand for their remainder by its size.
     """
 
     vocab_size: int
@@ -110,7 +109,6 @@ class RequestLimits:
     refusal_reason: Callable[[LlmRequest], str | None]
     may_stream: bool = True
     max_beam_width: int = 1
-    is_observable: bool = False
     max_queue_seconds: float | None = None
     max_run_seconds: float | None = None
     start_guide: Callable[[Guide], PendingGuide] = _guides_nothing
@@ -151,13 +149,7 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
     tokens = _prompt(request, limits)
     max_new_tokens = integer(request, "request_output_len", DEFAULT_MAX_TOKENS, 1, _INT32_MAX)
     _check_lengths(len(tokens), max_new_tokens, request.sent_name("request_output_len"), limits)
-    outputs = read_outputs(
-        request,
-        len(tokens),
-        max_new_tokens,
-        limits.vocab_size,
-        is_observable=limits.is_observable,
-    )
+    outputs = read_outputs(request, len(tokens), max_new_tokens, limits.vocab_size)
     more_end_ids = (
         () if guide is None or request.has_tensor("end_id") else limits.guided_more_end_ids
     )

@@ -23,33 +23,35 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from inflight_backend.errors import CapacityText, RefusalText
+from inflight_backend.errors import ErrorText
 from inflight_backend.log import get_logger
 from inflight_backend.requests.inference_request import Array, NamedTensor
 from inflight_backend.triton.watchdog import Progress
-from inflight_backend.triton_io.beam_stream import BeamStream
+from inflight_backend.triton_io.answer_stream import AnswerStream, TokenExtras
 from inflight_backend.triton_io.sender import ResponseSender
-from inflight_backend.triton_io.token_stream import AnswerStream, TokenExtras
 
 
 @dataclass(slots=True)
 class MergedResponse:
-    """Tokens, the other tensors by name, and perhaps the end.
+    """What is to be sent of an ``answer``: tokens, the other tensors by name, perhaps the end."""
 
-    ``is_whole``: each response repeats everything (beams), and all its tensors are ``extras``.
-    """
-
+    request_id: int
+    answer: AnswerStream
     ids: list[int] = field(default_factory=list)
     extras: TokenExtras = field(default_factory=TokenExtras)
     is_final: bool = False
     error: str = ""
-    is_whole: bool = False
+
+    @property
+    def has_room(self) -> bool:
+        """False while it should wait for a slow reader; an end does not."""
+        return self.is_final or not self.answer.stream.is_behind
 
     def add(self, tensors: Sequence[NamedTensor], is_final: bool, error: str) -> None:
         """Append one response."""
         self.is_final = is_final or bool(error)
         self.error = self.error or error
-        if self.is_whole:
+        if self.answer.repeats_all:
             self.extras.last.update(tensors)
             return
         for name, tensor in tensors:
@@ -124,7 +126,7 @@ class ResponseDispatcher:
         self._streams: dict[int, AnswerStream] = {}
         # To be sent in this round, or when there is room.
         self._pieces: dict[int, MergedResponse] = {}
-        self._progress = Progress()
+        self.progress = Progress()  # of its rounds
         self._thread = threading.Thread(target=self._run, name="ResponseDispatcher", daemon=True)
         self._thread.start()
 
@@ -136,16 +138,6 @@ class ResponseDispatcher:
         frozen reader would block all other requests.
         """
         return self._queue.qsize() > _MAX_BACKLOG or self._num_bytes > _MAX_BACKLOG_BYTES
-
-    @property
-    def is_busy(self) -> bool:
-        """For the watchdog: true while anything waits to be sent or is being sent."""
-        return self._progress.is_busy or not self._queue.empty()
-
-    @property
-    def num_moves(self) -> int:
-        """For the watchdog: grows with everything that was sent."""
-        return self._progress.num_moves
 
     def open(self, request_id: int, stream: AnswerStream) -> None:
         """Make a request known; call it before the request can produce anything."""
@@ -194,7 +186,7 @@ class ResponseDispatcher:
             messages = self._take_all()
             started = time.perf_counter()
             is_open = None not in messages
-            with self._progress:
+            with self.progress:
                 num_requests = self._send_or_end(messages)
             self._count(-sum(map(_num_bytes_of, messages)))
             if num_requests > _FEW_REQUESTS and is_open:
@@ -216,7 +208,7 @@ class ResponseDispatcher:
             for message in messages:
                 if isinstance(message, _Call):
                     message.run()
-                    self._progress.moved()
+                    self.progress.moved()
             return self._send_round(responses)
         except BaseException:  # the thread must live: no other thread sends
             _logger.exception("a round of responses failed; its requests end")
@@ -230,14 +222,14 @@ class ResponseDispatcher:
     def _end(self, response: _Response) -> None:
         """End the request of a response in a failed round."""
         request_id, _, is_final, error = response
-        if (stream := self._streams.get(request_id)) is None:
+        if (answer := self._streams.get(request_id)) is None:
             return
         self._pieces.pop(request_id, None)
         self._give_up(request_id)
         if is_final or error:
             del self._streams[request_id]
-            self._on_end(request_id, stream.num_left_out)
-            stream.stream.abandon(_NOT_SENT)
+            self._on_end(request_id, answer.num_left_out)
+            answer.abandon(_NOT_SENT)
 
     def _send_round(self, responses: Sequence[_Response]) -> int:
         """Merge per request and send; how many requests were served.
@@ -246,91 +238,80 @@ class ResponseDispatcher:
         """
         for response in responses:
             self._merge(response)
-        ready = [request_id for request_id in self._pieces if self._has_room(request_id)]
-        ends: list[tuple[int, MergedResponse]] = []
-        for request_id in ready:
-            piece = self._pieces.pop(request_id)
-            if piece.is_final:
-                ends.append((request_id, piece))
-            else:
-                self._send_piece(request_id, piece)
-        if ends:
+        ready = [piece for piece in self._pieces.values() if piece.has_room]
+        for piece in ready:
+            del self._pieces[piece.request_id]
+            if not piece.is_final:
+                self._send_piece(piece)
+        if ends := [piece for piece in ready if piece.is_final]:
             self._send_ends(ends)
         return len(ready)
 
-    def _has_room(self, request_id: int) -> bool:
-        stream = self._streams.get(request_id)
-        is_behind = stream is not None and stream.stream.is_behind
-        return self._pieces[request_id].is_final or not is_behind
-
     def _merge(self, response: _Response) -> None:
         request_id, tensors, is_final, error = response
-        if not self._merges and request_id in self._pieces and self._has_room(request_id):
-            self._send_piece(request_id, self._pieces.pop(request_id))
-        if request_id not in self._pieces:
-            is_whole = isinstance(self._streams.get(request_id), BeamStream)
-            self._pieces[request_id] = MergedResponse(is_whole=is_whole)
+        piece = self._pieces.get(request_id)
+        if piece is not None and piece.has_room and not self._merges:
+            self._send_piece(self._pieces.pop(request_id))
+            piece = None
+        if piece is None:
+            if (answer := self._streams.get(request_id)) is None:
+                _logger.error("a response for the unknown request %d was dropped", request_id)
+                return
+            piece = self._pieces[request_id] = MergedResponse(request_id, answer)
         try:
-            self._pieces[request_id].add(tensors, is_final, error)
+            piece.add(tensors, is_final, error)
         except BaseException:
             _logger.exception("a response of request %d could not be put together", request_id)
             self._give_up(request_id)
 
-    def _send_piece(self, request_id: int, piece: MergedResponse) -> None:
+    def _send_piece(self, piece: MergedResponse) -> None:
         """Send what is not the end of a request."""
-        stream = self._streams.get(request_id)
-        if stream is None:
-            _logger.error("a response for the unknown request %d was dropped", request_id)
-            return
         try:
-            if stream.send(piece.ids, piece.extras.joined(), is_final=False):
-                self._stop_request(request_id)
+            if piece.answer.send(piece.ids, piece.extras.joined()):
+                self._stop_request(piece.request_id)
         except BaseException:  # one client's stream may break, others must not
-            _logger.exception("sending a response of request %d failed", request_id)
-            self._give_up(request_id)
-        self._progress.moved()
+            _logger.exception("sending a response of request %d failed", piece.request_id)
+            self._give_up(piece.request_id)
+        self.progress.moved()
 
-    def _send_ends(self, ends: Sequence[tuple[int, MergedResponse]]) -> None:
+    def _send_ends(self, ends: Sequence[MergedResponse]) -> None:
         """Make the last responses, count them, and only then send them: a client that has read one
         finds it on the page of metrics."""
-        made = []
-        for request_id, piece in ends:
-            if (stream := self._streams.get(request_id)) is None:
-                _logger.error("the end of the unknown request %d was dropped", request_id)
-            else:
-                made.append((request_id, stream, piece.error, self._make_last(request_id, piece)))
-            self._on_end(request_id, stream.num_left_out if stream else 0)
+        made = [(piece, self._make_last(piece)) for piece in ends]
+        for piece in ends:
+            self._on_end(piece.request_id, piece.answer.num_left_out)
         self._before_ends()
-        for request_id, stream, error, tensors in made:
+        for piece, tensors in made:
+            error = piece.error
             try:
                 if error:
-                    stream.stream.send_error(error, _code_of(error))
+                    code = error.code if isinstance(error, ErrorText) else "INTERNAL"
+                    piece.answer.finish_with_error(error, code)
                 else:
-                    stream.stream.send(tensors, is_final=True)
+                    piece.answer.finish(tensors)
             except BaseException:
-                _logger.exception("sending the end of request %d failed", request_id)
-                self._give_up(request_id)
-                stream.stream.abandon(_NOT_SENT)
-            del self._streams[request_id]
-            self._progress.moved()
+                _logger.exception("sending the end of request %d failed", piece.request_id)
+                self._give_up(piece.request_id)
+                piece.answer.abandon(_NOT_SENT)
+            del self._streams[piece.request_id]
+            self.progress.moved()
 
-    def _make_last(self, request_id: int, piece: MergedResponse) -> dict[str, Array]:
+    def _make_last(self, piece: MergedResponse) -> dict[str, Array]:
         """The tensors that a request ends with; if that is an error its last tokens leave now."""
-        stream = self._streams[request_id]
         try:
             if not piece.error:
-                return stream.make_last(piece.ids, piece.extras.joined())
+                return piece.answer.make_last(piece.ids, piece.extras.joined())
             if piece.ids:
-                stream.send(piece.ids, piece.extras.joined(), is_final=False)
+                piece.answer.send(piece.ids, piece.extras.joined())
         except BaseException:
-            _logger.exception("the end of request %d could not be put together", request_id)
-            self._give_up(request_id)
+            _logger.exception("the end of request %d could not be put together", piece.request_id)
+            self._give_up(piece.request_id)
         return {}
 
     def _give_up(self, request_id: int) -> None:
         """Stop a request, whose end will be an error; never raises."""
-        if (stream := self._streams.get(request_id)) is not None:
-            stream.stream.end_with(_NOT_SENT)
+        if (answer := self._streams.get(request_id)) is not None:
+            answer.fail(_NOT_SENT)
         try:
             self._stop_request(request_id)
         except BaseException:
@@ -343,10 +324,3 @@ def _send_answer(stream: ResponseSender, name: str, text: str) -> None:
     except BaseException:
         _logger.exception("sending an answer failed")
         stream.abandon("the answer could not be sent")
-
-
-def _code_of(error: str) -> str:
-    """Whose fault it is."""
-    if isinstance(error, RefusalText):
-        return "INVALID_ARG"
-    return "UNAVAILABLE" if isinstance(error, CapacityText) else "INTERNAL"

@@ -14,22 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from inflight_backend.errors import (
-    CapacityExceeded,
-    CapacityText,
-    InvalidRequest,
-    RequestInFlight,
-    UnsupportedRequest,
-)
+from inflight_backend.errors import CapacityExceeded, ErrorText, InvalidRequest, ServingError
 from inflight_backend.log import get_logger
 from inflight_backend.manager.responses import make_unstarted_tensors
 from inflight_backend.manager.statistics import EventCounter
-from inflight_backend.manager.wait_reasons import PREPARING, why_queued
-from inflight_backend.requests.inference_request import Array, InferenceRequest
+from inflight_backend.manager.wait_reasons import PREPARING
+from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import validate
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.dispatcher import ResponseDispatcher
@@ -40,65 +35,14 @@ from inflight_backend.triton.relay_server import RelayConnection
 from inflight_backend.triton.relay_wire import RelayedRequest, RelayedResponseFactory
 from inflight_backend.triton.watchdog import Progress
 from inflight_backend.triton_io.aliases import expand
+from inflight_backend.triton_io.answer_stream import AnswerStream
 from inflight_backend.triton_io.inputs import read_head
 from inflight_backend.triton_io.outputs import make_answer_stream, names_none
 from inflight_backend.triton_io.request import Prompt, RequestKind, TritonRequest
-from inflight_backend.triton_io.sender import (
-    ResponseFactory,
-    ResponseSender,
-    Sender,
-)
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 
 if TYPE_CHECKING:
     from inflight_backend.manager.gpt_manager import GptManager
-
-
-class SharedStream:
-    """The stream of one Triton request, for one of its sequences; of the dispatcher's thread.
-
-    The last sequence that ends ends the stream.
-    """
-
-    def __init__(
-        self, stream: ResponseSender, open_: set[SharedStream], stop_all: Callable[[], None]
-    ) -> None:
-        """``open_``: the sequences that have not ended; ``stop_all`` stops them when one has
-        failed."""
-        self._stream = stream
-        self._open = open_
-        self._stop_all = stop_all
-        open_.add(self)
-
-    @property
-    def is_behind(self) -> bool:
-        """See `Sender.is_behind`."""
-        return self._stream.is_behind
-
-    def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
-        """Send one response; the end of the last sequence ends the stream."""
-        self._stream.send(tensors, is_final=is_final and self._is_last())
-
-    def send_error(self, message: str, code: str = "INTERNAL") -> None:
-        """End this sequence, and the stream with an error once all others have ended."""
-        self.end_with(message, code)
-        if self._is_last():
-            self._stream.send_error(message, code)
-
-    def end_with(self, message: str, code: str = "INTERNAL") -> None:
-        """Stop all sequences; the last one's end is this error."""
-        self._stream.end_with(message, code)
-        self._stop_all()
-
-    def abandon(self, message: str) -> None:
-        """After a final send that raised: end this sequence and stop the others; never raise."""
-        self.end_with(message)
-        if self._is_last():
-            self._stream.abandon(message)
-
-    def _is_last(self) -> bool:
-        """End this sequence; true if all have ended."""
-        self._open.discard(self)
-        return not self._open
 
 
 def copy_request(request: InferenceRequest, numbers: Sequence[int]) -> list[InferenceRequest]:
@@ -116,13 +60,6 @@ def copy_request(request: InferenceRequest, numbers: Sequence[int]) -> list[Infe
 _logger = get_logger(__name__)
 
 _LAST_SECONDS = 1.0  # for what is stopped at the end to be freed; a step takes 0.03
-
-_ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
-    (UnsupportedRequest, "UNSUPPORTED"),  # before its base
-    (InvalidRequest, "INVALID_ARG"),
-    (RequestInFlight, "ALREADY_EXISTS"),
-    (CapacityExceeded, "UNAVAILABLE"),
-)
 
 
 class Frontend:
@@ -232,9 +169,10 @@ class Frontend:
         """End the requests whose deadline has passed in the queue, with an error that says why."""
         for overdue in self._queue.take_overdue():
             place = f"place {overdue.place} of {overdue.num_waiting} in the queue"
-            why = why_queued(self._manager) if overdue.request.is_ready else PREPARING
-            reason = CapacityText(f"not started before its deadline: {place}, and {why}")
-            self._dispatcher.send_response(overdue.request.request_id, (), True, reason)
+            why = self._manager.why_queued() if overdue.request.is_ready else PREPARING
+            error = CapacityExceeded(f"not started before its deadline: {place}, and {why}")
+            number = overdue.request.request_id
+            self._dispatcher.send_response(number, (), True, ErrorText.of(error))
 
     def check_cancelled(self) -> None:
         """Look once at every open stream and stop those whose client has gone."""
@@ -289,21 +227,19 @@ class Frontend:
             # Now, since validation starts to compile grammars.
             self._queue.check_room(sum(counts))
             numbers += [self._ids.reserve("") for _ in range(1, sum(counts))]
-            streams: list[Sender] = [stream]
             if len(numbers) > 1:
                 self._groups[number] = numbers
-                open_: set[SharedStream] = set()
-                streams = [
-                    SharedStream(stream, open_, lambda: self._stop_each(numbers)) for _ in numbers
-                ]
+            open_: set[AnswerStream] = set()
             requests: list[InferenceRequest] = []
             for row, prompt in enumerate(prompts):
                 own = numbers[len(requests) : len(requests) + counts[row]]
                 request = prompt.make_request(own[0], self._codec, limits)
                 for index, one in enumerate(copy_request(request, own[1:])):
                     validate(one, limits)
-                    way_back = streams[len(requests)]
-                    answer = make_answer_stream(way_back, one, prompt, outputs, self._codec)
+                    answer = make_answer_stream(stream, one, prompt, outputs, self._codec)
+                    if len(numbers) > 1:
+                        open_.add(answer)
+                        answer.open_, answer.stop_all = open_, partial(self._stop_each, numbers)
                     if len(prompts) > 1:
                         answer.set_index("batch_index", row, is_asked=names_none(outputs))
                     if len(own) > 1:
@@ -380,9 +316,8 @@ class Frontend:
             _logger.exception("an answer could not be sent", exc_info=error)
             stream.abandon("the answer could not be sent")
             return
-        codes = (code for error_class, code in _ERROR_CODES if isinstance(error, error_class))
-        if (code := next(codes, None)) is not None:
-            stream.fail(str(error), code)
+        if isinstance(error, ServingError):
+            stream.fail(str(error), error.code)
             return
         _logger.exception("a request could not be read", exc_info=error)
         stream.fail("the request could not be read")

@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from inflight_backend.errors import CapacityExceeded
 from inflight_backend.log import get_logger
-from inflight_backend.manager.wait_reasons import (
-    NOT_IN_FLIGHT,
-    PREPARING,
-    describe_queued,
-    why_queued,
-)
+from inflight_backend.manager.wait_reasons import NOT_IN_FLIGHT, PREPARING, describe_queued
 from inflight_backend.models.checkpoint_files import find_file
 from inflight_backend.requests.validation import RequestLimits, longest_text
 from inflight_backend.text.tokenizer import TextCodec
@@ -217,7 +212,7 @@ class Introspection:
             place = self._queue.find_place(number)
             if place is not None:
                 is_preparing = self._queue.is_preparing(number)
-                reason = PREPARING if is_preparing else why_queued(self._manager)
+                reason = PREPARING if is_preparing else self._manager.why_queued()
                 return index, describe_queued(*place, reason) | _which(index, numbers)
         return len(numbers), NOT_IN_FLIGHT
 

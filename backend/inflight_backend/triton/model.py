@@ -399,7 +399,7 @@ class TritonPythonModel:
         self._watchdog = Watchdog(
             (
                 self._manager.health,
-                self._dispatcher,
+                self._dispatcher.progress,
                 self._frontend.progress,
                 self._periodic_tasks.progress,
             ),

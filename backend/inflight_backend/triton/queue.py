@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import threading
 import time
@@ -18,8 +19,8 @@ from inflight_scheduler import DEFAULT_PRIORITY_SPAN, rank_at_arrival
 _WAITING = '"Waiting Requests": '
 _NUMBER = re.compile(r"\d+")
 
-# rank, number of arrival (unique), request, deadline if it has one
-_Entry = tuple[float, int, InferenceRequest, float | None]
+# rank, number of arrival (unique), request, deadline
+_Entry = tuple[float, int, InferenceRequest, float]
 
 DRAINING = "the server is shutting down; send the request to another server"
 
@@ -58,7 +59,7 @@ class RequestQueue:
         self._num_arrivals = 0
         self._order: list[_Entry] = []  # sorted
         self._entries: dict[int, _Entry] = {}
-        self._deadlines: list[tuple[float, int]] = []  # sorted; with the id
+        self._next_deadline = math.inf  # of those that wait, or earlier
         self._stops: set[int] = set()
         self._lock = threading.Lock()
         self._is_draining = False
@@ -99,11 +100,10 @@ class RequestQueue:
         arrival = llm_request.arrival = self._num_arrivals
         rank = rank_at_arrival(arrival, llm_request.priority, self._priority_span)
         deadlines = (llm_request.queue_deadline, llm_request.run_deadline)
-        deadline = min((each for each in deadlines if each is not None), default=None)
+        deadline = min((each for each in deadlines if each is not None), default=math.inf)
         entry = self._entries[request.request_id] = (rank, arrival, request, deadline)
         insort(self._order, entry)
-        if deadline is not None:
-            insort(self._deadlines, (deadline, request.request_id))
+        self._next_deadline = min(self._next_deadline, deadline)
 
     def take(self, max_num_requests: int) -> list[InferenceRequest]:
         """The get-inference-requests callback; a negative number takes all that are ready."""
@@ -113,33 +113,39 @@ class RequestQueue:
             limit = None if max_num_requests < 0 else max_num_requests
             ready = (entry for entry in self._order if entry[2].is_ready)
             taken = list(itertools.islice(ready, limit))
-            for entry in taken:
-                self._forget(entry)
             if taken == self._order[: len(taken)]:
                 del self._order[: len(taken)]
             else:  # a request before them waits for its grammar
-                self._order = [each for each in self._order if each[2].request_id in self._entries]
+                gone = {entry[1] for entry in taken}
+                self._order = [each for each in self._order if each[1] not in gone]
+            for _, _, request, _ in taken:
+                del self._entries[request.request_id]
             return [request for _, _, request, _ in taken]
 
     def take_overdue(self) -> list[OverdueRequest]:
         """Take out the requests whose deadline has passed before they could start."""
-        now = time.monotonic()
-        if not any(deadline <= now for deadline, _ in self._deadlines[:1]):
+        if (now := time.monotonic()) < self._next_deadline:
             return []
-        overdue: list[OverdueRequest] = []
         with self._lock:
-            while self._deadlines and self._deadlines[0][0] <= now:
-                num_waiting = len(self._order)
-                request, index = self._remove(self._deadlines[0][1])
-                overdue.append(OverdueRequest(request, index + 1, num_waiting))
+            overdue = [
+                OverdueRequest(request, place, len(self._order))
+                for place, (_, _, request, deadline) in enumerate(self._order, start=1)
+                if deadline <= now
+            ]
+            for each in overdue:
+                del self._entries[each.request.request_id]
+            self._order = [entry for entry in self._order if entry[3] > now]
+            self._next_deadline = min((entry[3] for entry in self._order), default=math.inf)
         return overdue
 
     def stop(self, request_id: int) -> InferenceRequest | None:
         """Stop a request: the request if it was still waiting, which it does no more; else it is
         signalled."""
         with self._lock:
-            if request_id in self._entries:
-                return self._remove(request_id)[0]
+            entry = self._entries.pop(request_id, None)
+            if entry is not None:
+                del self._order[bisect_left(self._order, entry)]
+                return entry[2]
             self._stops.add(request_id)
             return None
 
@@ -189,21 +195,6 @@ class RequestQueue:
         """Refuse everything from now on; what waits already is served."""
         with self._lock:
             self._is_draining = True
-
-    def _remove(self, request_id: int) -> tuple[InferenceRequest, int]:
-        """Take one out; the request and its index."""
-        entry = self._entries[request_id]
-        self._forget(entry)
-        index = bisect_left(self._order, entry)
-        del self._order[index]
-        return entry[2], index
-
-    def _forget(self, entry: _Entry) -> None:
-        """All of ``entry`` but its place in the order."""
-        _, _, request, deadline = entry
-        del self._entries[request.request_id]
-        if deadline is not None:
-            del self._deadlines[bisect_left(self._deadlines, (deadline, request.request_id))]
 
 
 class RequestIds:

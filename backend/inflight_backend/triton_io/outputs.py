@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 import inflight_protocol as protocol
@@ -9,11 +11,16 @@ from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.beam_stream import BeamStream, BeamTexts
+from inflight_backend.triton_io.answer_stream import (
+    AnswerStream,
+    BeamStream,
+    TextWriter,
+    TokenStream,
+    Zeros,
+)
 from inflight_backend.triton_io.request import Prompt
-from inflight_backend.triton_io.sender import Sender
+from inflight_backend.triton_io.sender import ResponseSender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
-from inflight_backend.triton_io.token_stream import AnswerStream, TextWriter, TokenStream, Zeros
 from inflight_scheduler import LlmRequest, OutputParams
 
 _TOKEN_OUTPUTS = frozenset({"output_ids", "sequence_length"})
@@ -71,7 +78,7 @@ def _unasked(outputs: OutputParams, requested: frozenset[str]) -> frozenset[str]
 
 
 def make_answer_stream(
-    stream: Sender,
+    stream: ResponseSender,
     request: InferenceRequest,
     prompt: Prompt,
     requested: frozenset[str],
@@ -99,19 +106,14 @@ def make_answer_stream(
         _check_beams(prompt)
         beams = BeamStream(*shared)
         if "text_output" in outputs and codec is not None:
-            prompt_text = _prompt_text(prompt, llm_request, codec)
-            beams.texts = BeamTexts.of(codec, llm_request, prompt_text, prompt.stop_words)
+            beams.make_writer = _text_writers(prompt, llm_request, codec, includes_prompt)
         return beams
     answer = TokenStream(*shared)
     if is_whole and llm_request.is_streaming:
         answer.is_whole = True
         answer.ids = list(llm_request.tokens) if includes_prompt else []
     if codec is not None and needs_codec:
-        answer.text = _text_writer(prompt, llm_request, codec)
-        if includes_prompt:
-            answer.text.prefix = _prompt_text(prompt, llm_request, codec)
-            if not llm_request.is_streaming:  # else the prompt's ids do not come with the answer's
-                answer.text.num_prompt_ids = llm_request.prompt_len
+        answer.text = _text_writers(prompt, llm_request, codec, includes_prompt)()
     return answer
 
 
@@ -121,18 +123,29 @@ def _check_beams(prompt: Prompt) -> None:
         raise UnsupportedRequest(f"'{name}' is not supported together with beams")
 
 
-def _prompt_text(prompt: Prompt, request: LlmRequest, codec: TextCodec) -> str:
-    return codec.decode(request.tokens) if prompt.text is None else prompt.text
-
-
-def _text_writer(prompt: Prompt, request: LlmRequest, codec: TextCodec) -> TextWriter:
-    stop_tokens = stop_text = None
-    if request.stop_words and not prompt.keeps_stop_word:
-        stop_tokens = StopTokens(request.stop_words)
-    if prompt.stop_words:
-        stop_text = StopText(prompt.stop_words, keeps_word=prompt.keeps_stop_word)
-    skips_special_tokens = prompt.skips_special_tokens
+def _text_writers(
+    prompt: Prompt, request: LlmRequest, codec: TextCodec, includes_prompt: bool
+) -> Callable[[], TextWriter]:
+    """Makes writers of the text of ``request``, which has not begun."""
     detokenizer = IncrementalDetokenizer(
-        codec, request.tokens, skip_special_tokens=skips_special_tokens
+        codec, request.tokens, skip_special_tokens=prompt.skips_special_tokens
     )
-    return TextWriter(detokenizer, stop_tokens=stop_tokens, stop_text=stop_text)
+    prefix, num_prompt_ids = "", 0
+    if includes_prompt:
+        prefix = codec.decode(request.tokens) if prompt.text is None else prompt.text
+        if not request.is_streaming:  # else the prompt's ids do not come with the answer's
+            num_prompt_ids = request.prompt_len
+    keeps_word = prompt.keeps_stop_word
+    words = () if keeps_word else sorted(request.stop_words)  # to sort them again takes no time
+
+    def make() -> TextWriter:
+        return TextWriter(
+            detokenizer.fork(),
+            prefix,
+            num_prompt_ids,
+            StopTokens(words) if words else None,
+            StopText(prompt.stop_words, keeps_word=keeps_word) if prompt.stop_words else None,
+            prefers_text=request.beams is not None,  # which has the same words also as tokens
+        )
+
+    return make

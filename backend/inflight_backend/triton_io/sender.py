@@ -59,26 +59,6 @@ class ResponseFactory:
         )
 
 
-class Sender(Protocol):
-    """What a generation needs of its way back; `ResponseSender` is one."""
-
-    @property
-    def is_behind(self) -> bool:
-        """True while its reader is slower than we are; Triton does not tell."""
-
-    def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
-        """Send one response with ``tensors``."""
-
-    def send_error(self, message: str, code: str = "INTERNAL") -> None:
-        """End the stream with an error."""
-
-    def end_with(self, message: str, code: str = "INTERNAL") -> None:
-        """Send nothing more, and this error as the end, whenever that comes."""
-
-    def abandon(self, message: str) -> None:
-        """After a final send that raised: try once more to end the stream, and never raise."""
-
-
 class ResponseSender:
     """Sends the responses of one Triton request, one at a time, and nothing after the last.
 
@@ -95,7 +75,7 @@ class ResponseSender:
         is_behind: Callable[[], bool] = lambda: False,
         count_error: Callable[[str], None] = lambda code: None,
     ) -> None:
-        """``is_behind``: see `Sender.is_behind`. ``count_error``: called with the code of the error
+        """``is_behind``: see the property. ``count_error``: called with the code of the error
         that ends the stream, if one does, before that is sent."""
         self._sender = sender
         self._is_behind = is_behind
@@ -113,7 +93,7 @@ class ResponseSender:
 
     @property
     def is_behind(self) -> bool:
-        """See `Sender.is_behind`."""
+        """True while its reader is slower than we are; Triton does not tell."""
         return self._is_behind()
 
     @property

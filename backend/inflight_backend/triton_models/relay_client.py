@@ -72,7 +72,7 @@ class RelayedCall:
                 if response.is_final:
                     return
         except CapacityExceeded as error:
-            self.last = RelayedResponse(None, str(error), "UNAVAILABLE")
+            self.last = RelayedResponse(None, str(error), error.code)
             return
         except ConnectionError:
             pass  # as if it had ended amid the answer
@@ -147,10 +147,8 @@ class RelayModel(ABC):
                 # Packed now: Triton may take the inputs back.
                 message = pack(RelayedRequest(dict(inputs), list(outputs)))
                 self._start(message, stream, convert)
-            except CapacityExceeded as error:
-                stream.fail(str(error), "UNAVAILABLE")
             except ServingError as error:
-                stream.fail(str(error), "INVALID_ARG")
+                stream.fail(str(error), error.code)
             except BaseException:  # ours: the requests behind it must not be lost
                 _logger.exception("a request could not be taken")
                 stream.fail("the request could not be taken", "INTERNAL")

@@ -115,7 +115,7 @@ def respond(pb_utils: Any, request: Any, convert: Convert) -> Any:
             {name: np.ascontiguousarray(value) for name, value in outputs.items() if name in wanted}
         )
     except ServingError as error:
-        return factory.error(str(error), "INVALID_ARG")
+        return factory.error(str(error), error.code)
     except BaseException:  # ours, or a panic of the tokenizer: the others of the batch are served
         _logger.exception("a request could not be converted")
         return factory.error("the request could not be served")

@@ -18,7 +18,6 @@ CLASSES = (
     "InferenceRequest",
     "LlmRequest",
     "ResponseSender",
-    "SharedStream",
     "TokenStream",
 )
 """Of whose objects each belongs to one request in flight; what waits to be sent is among them."""

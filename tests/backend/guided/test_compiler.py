@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +37,7 @@ from inflight_backend.guided import matchers
 from inflight_backend.guided.compiler import GuidedDecodingConfig, GuideService, PendingGuide
 from inflight_backend.guided.guide import Guide
 from inflight_backend.manager.gpt_manager import GptManager
-from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_server.serve.settings import DEMO_MODEL
 
 
@@ -181,11 +178,11 @@ def test_a_bad_grammar_sent_again_keeps_no_request_alive() -> None:
 
 def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    own = GuideService(GuidedDecodingConfig(), tmp_path, VOCAB_SIZE, can_mask=True)
+    own = GuideService(GuidedDecodingConfig(), tmp_path, VOCAB_SIZE)
     with pytest.raises(InvalidRequest, match="cannot be used with the tokenizer of this model"):
         compile_guide(JSON, own).take()
     with pytest.raises(ConfigurationError, match="llguidance: the tokenizer cannot be used"):
-        GuideService(GuidedDecodingConfig("llguidance"), tmp_path, VOCAB_SIZE, can_mask=True)
+        GuideService(GuidedDecodingConfig("llguidance"), tmp_path, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("missing", ["llguidance", "xgrammar"])
@@ -202,7 +199,7 @@ def test_without_a_library_its_guides_are_refused_and_everything_else_runs(
     with pytest.raises(InvalidRequest, match="llguidance is not installed"):
         own.start(JSON, lambda: None)
     with pytest.raises(ConfigurationError, match="guided_decoding_backend is llguidance"):
-        GuideService(GuidedDecodingConfig("llguidance"), DEMO_MODEL, VOCAB_SIZE, can_mask=True)
+        GuideService(GuidedDecodingConfig("llguidance"), DEMO_MODEL, VOCAB_SIZE)
     with pytest.raises(ConfigurationError, match="choose one of auto, llguidance, none"):
         GuidedDecodingConfig("xgrammar")
 
@@ -222,70 +219,20 @@ def test_a_loop_that_fails_tells_the_requests_that_wait_for_their_grammar(
         "guided_decoding_guide": "[ab]{2}",
     }
     recorder = Recorder()
+    requests = {number: request(number, [5], 3, **guided) for number in (1, 2)}
     params = TrtGptModelOptionalParams(max_batch_size=8, device="cpu", max_num_tokens=64)
     with running(recorder, DEMO_MODEL, params=params) as manager:
         with monkeypatch.context() as patch:
             patch.setattr(GptManager, "finish_timed_out_requests", fail)
-            for number in (1, 2):
-                recorder.pending.append(request(number, [5], 3, **guided))
+            for number, each in requests.items():
+                recorder.pending.append(each)
                 manager.wake()
                 recorder.wait_for_finals(number)
         held.go_on.set()
         for number in (1, 2):
             assert recorder.responses[number] == [([], True, LOOP_FAILED)]
-        recorder.pending.append(request(1, [5], 3, **guided))
+        recorder.pending.append(requests[1])
         manager.wake()
         wait_until(lambda: len(recorder.responses[1]) > 1)
         recorder.wait_for_finals(1)
         assert recorder.responses[1][-1][2] == "", "its id is free, and it is guided"
-
-
-@pytest.mark.slow
-@pytest.mark.case(55)
-def test_a_hundred_grammars_at_once_beside_a_stream(
-    held: HeldCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stream gets a token in every iteration, also while all of them wait; all are answered."""
-    prompt, num_tokens = tokens("one two"), 200
-    guided = {
-        number: request(
-            number,
-            prompt,
-            2,
-            guided_decoding_guide_type="json_schema",
-            guided_decoding_guide=json.dumps({"type": "object", "required": [f"name{number}"]}),
-        )
-        for number in range(1, 101)
-    }
-    monkeypatch.setattr(module, "COMPILE_SECONDS", WAIT)  # those that wait, on a busy machine
-    recorder = Recorder([request(0, prompt, num_tokens)])
-    times: list[float] = []
-    num_iterations = 0
-
-    def on_response(request_id: int, is_final: bool) -> None:
-        nonlocal num_iterations
-        if request_id == 0:
-            times.append(time.monotonic())
-            num_iterations = len(recorder.stats) + 1
-            if len(times) == 20:
-                recorder.pending.extend(guided.values())
-            if len(times) == 70:
-                assert recorder.finals() == set()
-                held.go_on.set()
-
-    recorder.on_response = on_response
-    params = TrtGptModelOptionalParams(
-        max_batch_size=128,
-        device="cpu",
-        max_num_tokens=256,
-        kv_cache_config=KvCacheConfig(max_tokens=4096, tokens_per_block=8),
-    )
-    with running(recorder, DEMO_MODEL, params=params):
-        recorder.wait_for_finals(0, *guided)
-    assert all(recorder.responses[number][-1][2] == "" for number in range(101))
-    assert max(b - a for a, b in pairwise(times)) < 5.0  # 0.3 s on two idle cores
-    assert len(times) == num_iterations == num_tokens, "a token in every iteration"
-    alone = Recorder([request(0, prompt, num_tokens)])
-    with running(alone, DEMO_MODEL, params=params):
-        alone.wait_for_finals(0)
-    assert recorder.tokens(0) == alone.tokens(0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import random
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from support import manager_harness
 from support.checkpoints import write_checkpoint
 from support.guided_answers import (
     MANY_WAYS,
@@ -25,6 +27,7 @@ from support.guided_answers import (
     Answer,
     HeldCompiler,
     make_service,
+    mask_maker,
 )
 from support.manager_harness import Recorder, request, running
 
@@ -32,7 +35,6 @@ from inflight_backend.guided import masks as masks_module
 from inflight_backend.guided import matchers
 from inflight_backend.guided.compiler import GuidedDecodingConfig
 from inflight_backend.guided.guide import Guide
-from inflight_backend.guided.masks import AnswerGuides
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
@@ -98,24 +100,13 @@ def ask(number: int, guide_type: str = "", guide: str = "", **values: Any) -> In
     return request(number, prompt, num_new, exclude_input_in_output=True, **values)
 
 
-def params(**changes: Any) -> TrtGptModelOptionalParams:
-    given = TrtGptModelOptionalParams(
-        max_batch_size=6,
-        device="cpu",
-        max_num_tokens=64,
-        kv_cache_config=KvCacheConfig(max_tokens=512, tokens_per_block=8),
-    )
-    return replace(given, **changes)
-
-
-def serve(
-    folder: Path, requests: list[InferenceRequest], settings: Any, **options: Any
-) -> Recorder:
-    recorder = Recorder(requests)
-    with running(recorder, folder, params=settings, **options) as manager:
-        recorder.wait_for_finals(*(each.request_id for each in requests))
-        assert manager.get_num_active_requests() == 0
-    return recorder
+PARAMS = TrtGptModelOptionalParams(
+    max_batch_size=6,
+    device="cpu",
+    max_num_tokens=64,
+    kv_cache_config=KvCacheConfig(max_tokens=512, tokens_per_block=8),
+)
+serve = partial(manager_harness.serve, params=PARAMS)
 
 
 def text_of(recorder: Recorder, number: int) -> str:
@@ -145,19 +136,21 @@ def test_every_answer_matches_in_both_loops_under_all_policies(
 ) -> None:
     """Requests without a guide get the answers that they would get alone."""
     alone = [each for each in mixed_requests() if each.request_id % 4 == 3]
-    recorder = serve(model, alone, params())
+    recorder = serve(alone, model)
     unguided = [recorder.tokens(each.request_id) for each in alone]
     given = []
     for choice in BOTH:
         file = tmp_path / f"{choice.value}.jsonl"
-        settings = params(
+        recorder = serve(
+            mixed_requests(),
+            model,
+            policy,
             overlap_scheduler=choice,
             record_file=str(file),
             enable_chunked_context=True,
             context_chunk_unit=8,
             kv_cache_config=KvCacheConfig(max_tokens=264, tokens_per_block=8),
         )
-        recorder = serve(model, mixed_requests(), settings, policy=policy)
         for number in range(1, 13):
             if number % 4 != 3:
                 GUIDES[number % 4][2](text_of(recorder, number))
@@ -177,9 +170,9 @@ def test_other_requests_verify_drafts_beside_guided_answers(model: Path) -> None
         guided = [ask(number, *GUIDES[number][:2], num_new=60) for number in (1, 2)]
         return [*guided, ask(3, num_new=60), ask(4, num_new=60)]
 
-    plain = serve(model, requests(), params())
-    ngram = params(speculative_decoding_config=SpeculativeDecodingConfig("ngram"))
-    drafted = serve(model, requests(), ngram)
+    plain = serve(requests(), model)
+    ngram = SpeculativeDecodingConfig("ngram")
+    drafted = serve(requests(), model, speculative_decoding_config=ngram)
     for number in range(1, 5):
         assert drafted.tokens(number) == plain.tokens(number)
     beside = [
@@ -198,7 +191,7 @@ def test_schemas(folder_name: str, model: Path) -> None:
         for i, schema in enumerate(ALL_SCHEMAS)
         for j, values in enumerate(({}, {"runtime_top_k": 100, "random_seed": i}))
     ]
-    recorder = serve(folder, requests, params(overlap_scheduler=BOTH[1]))
+    recorder = serve(requests, folder, overlap_scheduler=BOTH[1])
     for each in requests:
         schema = ALL_SCHEMAS[each.request_id // 10]
         jsonschema.validate(json.loads(text_of(recorder, each.request_id)), schema)
@@ -206,7 +199,7 @@ def test_schemas(folder_name: str, model: Path) -> None:
 
 def test_v1_batching_guides_too(model: Path) -> None:
     requests = [ask(i, *GUIDES[i][:2]) for i in range(3)] + [ask(3, num_new=5)]
-    recorder = serve(model, requests, params(), model_type=TrtGptModelType.V1)
+    recorder = serve(requests, model, model_type=TrtGptModelType.V1)
     for number, (_, _, check) in enumerate(GUIDES):
         check(text_of(recorder, number))
 
@@ -268,7 +261,7 @@ def test_the_end_comes_where_the_grammar_says(
     model: Path, regex: str, values: dict[str, Any], text: str
 ) -> None:
     """vLLM's rule."""
-    found = text_of(serve(model, [ask(1, "regex", regex, num_new=30, **values)], params()), 1)
+    found = text_of(serve([ask(1, "regex", regex, num_new=30, **values)], model), 1)
     assert text in found if " " in text else text == found
 
 
@@ -276,7 +269,7 @@ def test_the_end_comes_where_the_grammar_says(
 def test_a_grammar_against_all_other_rules_fails_alone(model: Path) -> None:
     forbid_a = [CODEC.encode_word("a") + CODEC.encode_word("b"), [1, 2]]
     requests = [ask(1, "regex", "[ab]", bad_words_list=forbid_a), ask(2, "regex", "[ab]")]
-    recorder = serve(model, requests, params())
+    recorder = serve(requests, model)
     assert "no token could be drawn" in text_of(recorder, 1)
     match("[ab]", text_of(recorder, 2))
 
@@ -288,31 +281,14 @@ def test_an_answer_that_meets_its_own_limit_fails_alone(
 ) -> None:
     monkeypatch.setitem(matchers._LIMITS, "step_max_items", 400)
     requests = [ask(number, "json_schema", MANY_WAYS) for number in range(num_dear)]
-    recorder = serve(
-        model,
-        [*requests, ask(90, num_new=20), ask(91, "regex", "a{9}")],
-        params(overlap_scheduler=choice),
-    )
+    others = [ask(90, num_new=20), ask(91, "regex", "a{9}")]
+    recorder = serve([*requests, *others], model, overlap_scheduler=choice)
     for each in requests:
         error = text_of(recorder, each.request_id)
         assert "'guided_decoding_guide' cannot be followed any further" in error
         assert "verbose" not in error
     assert len(recorder.tokens(90)) == 20
     assert text_of(recorder, 91) == "a" * 9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", BOTH)
-def test_answers_that_meet_a_shared_limit_continue(
-    choice: OverlapScheduler, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first to meet it, after however many, ended those under way and all to come."""
-    monkeypatch.setitem(matchers._LIMITS, "max_lexer_states", 600)
-    sampled: dict[str, Any] = {"runtime_top_k": 200, "num_new": 90}
-    requests = [ask(n, "regex", "x(.{0,90}y){2}", random_seed=n, **sampled) for n in range(16)]
-    recorder = serve(model, requests, params(overlap_scheduler=choice))
-    for number in range(16):
-        match("x[^\n]+", text_of(recorder, number))
 
 
 @pytest.mark.case(55)
@@ -322,7 +298,7 @@ def test_other_requests_are_served_while_a_grammar_is_compiled(
     """It is stopped, too, before it was admitted; and two of one id are one."""
     guided = [ask(1, "regex", "abc"), ask(2, "regex", "abcd"), ask(1, "regex", "x")]
     recorder = Recorder([*guided, ask(3, num_new=8)])
-    with running(recorder, model, params=params()) as manager:
+    with running(recorder, model, params=PARAMS) as manager:
         recorder.wait_for_finals(3)
         assert manager.get_num_active_requests() == 2
         recorder.stops = {2}
@@ -338,7 +314,7 @@ def test_other_requests_are_served_while_a_grammar_is_compiled(
     ("place", "error"),
     [
         ("compiler.to_grammar", "'guided_decoding_guide' could not be compiled: the server failed"),
-        ("masks.AnswerGuides.add", "the request could not be taken"),
+        ("masks.GuidedAnswer.__init__", "the request could not be taken"),
     ],
 )
 def test_a_guide_that_cannot_be_taken_ends_its_request_only(
@@ -347,17 +323,16 @@ def test_a_guide_that_cannot_be_taken_ends_its_request_only(
     """In the library, or once it is compiled; sent again, it is compiled again."""
     requests = [ask(2, "regex", "abcd"), ask(3, "regex", "abc"), ask(4, num_new=8)]
     with monkeypatch.context() as patch:
-        is_mine = (Guide(REGEX, "abcd"), 2)
-        real: Any = matchers.to_grammar if place.startswith("compiler") else AnswerGuides.add
+        real: Any = pkgutil.resolve_name(f"inflight_backend.guided.{place}")
 
         def fail(*args: Any) -> Any:
-            if args[0] in is_mine or args[1:2] == (2,):
+            if args[-1] == Guide(REGEX, "abcd") or "abcd" in getattr(args[-1], "grammar", ""):
                 raise BaseException("as a panic of a library in Rust")
             return real(*args)
 
         patch.setattr(f"inflight_backend.guided.{place}", fail)
         recorder = Recorder([ask(1, num_new=30), *requests])
-        with running(recorder, model, params=params()) as manager:
+        with running(recorder, model, params=PARAMS) as manager:
             recorder.wait_for_finals(1, 2, 3, 4)
             assert recorder.responses.pop(2)[0][2] == error
             assert [len(recorder.tokens(number)) for number in (1, 4)] == [30, 8]
@@ -371,8 +346,8 @@ def test_a_guide_that_cannot_be_taken_ends_its_request_only(
 
 @pytest.mark.contract("tensorrt_llm parameter", "guided_decoding_backend")
 def test_a_server_that_guides_nothing_says_so(model: Path) -> None:
-    settings = params(guided_decoding_config=GuidedDecodingConfig("none"))
-    recorder = serve(model, [ask(1, "json", end_id=END)], settings)
+    config = GuidedDecodingConfig("none")
+    recorder = serve([ask(1, "json", end_id=END)], model, guided_decoding_config=config)
     assert "guided_decoding_backend is none" in text_of(recorder, 1)
 
 
@@ -384,20 +359,17 @@ class Answers:
 
     def __init__(self, guide: Guide, num_answers: int = 8) -> None:
         self._random = random.Random(1)
-        self._guides = AnswerGuides(VOCAB_SIZE)
-        service = make_service()
-        self._answers = [
-            Answer(guide, service, self._guides, number) for number in range(num_answers)
-        ]
+        self._mask_maker, service = mask_maker(), make_service()
+        self._answers = [Answer(guide, service) for _ in range(num_answers)]
 
     def errors(self) -> list[str]:
         """Of those that cannot continue."""
-        found = [self._guides.error_of(each.request.request_id) for each in self._answers]
-        return [error for error in found if error]
+        return [each.state.error for each in self._answers if each.state.error]
 
     def step(self) -> None:
         """A token for each that can continue."""
-        rows = self._guides.masks([(n, each.request) for n, each in enumerate(self._answers)], {})
+        guided = [(n, each.request, each.state) for n, each in enumerate(self._answers)]
+        rows = self._mask_maker.masks(guided, {})
         for answer, row in zip(self._answers, rows, strict=True):
             if allowed := sorted(answer.allowed_by(row) - {END}):
                 answer.request.add_new_token(self._random.choice(allowed))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
-from support.context_free import CHARACTERS, Derivation, has_texts, random_rules
 from support.fuzzing import fuzzing
 from support.guided_answers import (
     EBNF,
@@ -59,37 +57,6 @@ def fields(count: int, field: dict[str, Any]) -> dict[str, Any]:
 def test_ebnf(grammar: str, good: str, bad: str) -> None:
     assert accepts(Guide(EBNF, grammar), good)
     assert not accepts(Guide(EBNF, grammar), bad)
-
-
-@pytest.mark.slow
-@fuzzing
-@given(st.integers(0, 10**9))
-def test_an_ebnf_grammar_allows_what_it_derives_and_nothing_else(seed: int) -> None:
-    """After every prefix; grammars whose parts begin alike."""
-    source = random.Random(seed)
-    rules = random_rules(source)
-    guide = Guide(EBNF, "\n".join(f"{name} ::= {each}" for name, each in rules.items()))
-    assume(has_texts(rules))
-    try:
-        Answer(guide)
-    except InvalidRequest:  # xgrammar crashes on a rule that repeats itself
-        assume(False)
-    for _ in range(2):
-        prefix = ""
-        for _ in range(6):
-            derived = Derivation(rules, prefix)
-            assert accepts(guide, prefix) == derived.is_whole, (guide.text, prefix)
-            allowed = {each for each in CHARACTERS if follows(guide, prefix + each)}
-            assert allowed == derived.next, (guide.text, prefix)
-            if not allowed:
-                break
-            prefix += source.choice(sorted(allowed))
-
-
-def follows(guide: Guide, text: str) -> bool:
-    """True if an answer may begin with ``text``."""
-    answer = Answer(guide)
-    return all(answer.goes_on(token) for token in tokens(text))
 
 
 PRICE = {"type": "number", "minimum": 0, "multipleOf": 0.01}

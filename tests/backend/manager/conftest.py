@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from support.checkpoints import write_checkpoint
 
 from inflight_backend.manager import health
 
@@ -20,13 +17,6 @@ class Clock:
 
     def monotonic(self) -> float:
         return time.monotonic() + self.ahead
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random checkpoint."""
-    torch.set_num_threads(1)
-    return write_checkpoint(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

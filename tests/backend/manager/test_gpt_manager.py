@@ -12,7 +12,6 @@ from support.manager_harness import (
     GUARANTEED,
     MAX_UTILIZATION,
     WAIT,
-    EditingEngine,
     Once,
     Recorder,
     assert_serves,
@@ -136,15 +135,6 @@ def test_stop_before_its_request_has_no_effect() -> None:
     assert recorder.tokens(1) == [2, 3, 4]
 
 
-@pytest.mark.parametrize("stops", [[np.int64(1)], {np.uint64(1)}, np.array([1, 7], dtype=np.int32)])
-def test_numpy_ids_stop_requests(stops: Any) -> None:
-    recorder = Recorder([request(1, [1], 200), request(2, [2], 5)])
-    recorder.when(1, 3, lambda: setattr(recorder, "stops", stops))
-    serve(recorder)
-    assert recorder.final_errors(1) == [""]
-    assert len(recorder.tokens(1)) < 200
-
-
 @pytest.mark.case(57, 91)
 @pytest.mark.case(66)
 def test_stopped_request_that_is_paused_ends_in_the_next_iteration() -> None:
@@ -208,7 +198,7 @@ def test_id_in_flight_is_ignored_and_free_after_its_final_response() -> None:
 def test_request_that_ended_leaves_nothing_behind(end: str) -> None:
     """The next request with its id is another one. Requests with an error have no lengths."""
 
-    class Engine(EditingEngine):
+    class Engine(CountingEngine):
         def execute(self, batch: ScheduledBatch) -> list[int]:
             if (end, len(self.batches)) == ("error", 5):
                 raise RuntimeError
@@ -299,13 +289,38 @@ def test_callback_that_blocks_delays_and_loses_nothing(name: str) -> None:
         assert recorder.tokens(i) == list(range(10 * i + 1, 10 * i + 21))
 
 
-@pytest.mark.parametrize("rubbish", [5, [[1]], "1", [None, 1.5]])
 @pytest.mark.case(94)
-def test_stop_ids_that_are_no_integers_are_ignored(rubbish: Any) -> None:
-    recorder = Recorder([request(1, [1], 30)])
-    recorder.stops = rubbish
+@pytest.mark.parametrize(
+    ("stops", "is_stopped"),
+    [
+        ([np.int64(1)], True),
+        ({np.uint64(1)}, True),
+        (np.array([1, 7], dtype=np.int32), True),
+        (5, False),
+        ([[1]], False),
+        ("1", False),
+        ([None, 1.5], False),
+    ],
+)
+def test_stop_ids_are_integers_also_of_numpy_and_nothing_else(stops: Any, is_stopped: bool) -> None:
+    recorder = Recorder([request(1, [1], 200), request(2, [2], 5)])
+    recorder.when(1, 3, lambda: setattr(recorder, "stops", stops))
     serve(recorder)
-    assert recorder.tokens(1) == list(range(2, 32))
+    assert recorder.final_errors(1) == [""]
+    assert (len(recorder.tokens(1)) < 200) == is_stopped
+
+
+@pytest.mark.parametrize("terminates", [False, True])
+def test_loop_ends_after_all_requests(terminates: bool) -> None:
+    recorder = Recorder([request(1, [1], 20), *([request(77, [1], 1)] if terminates else [])])
+    started = threading.Event()
+    recorder.when(1, 1, started.set)
+    with running(recorder, terminate_req_id=77) as manager:
+        assert started.wait(WAIT)
+        if terminates:
+            manager.wait_until_terminate()
+    assert recorder.tokens(1) == list(range(2, 22))
+    assert 77 not in recorder.responses
 
 
 @pytest.mark.case(91)
@@ -334,20 +349,3 @@ def test_deadlines_count_from_arrival_not_from_acceptance() -> None:
         assert (ids, is_final) == ([], True)
         assert error.startswith("not started before its deadline: ")
     assert recorder.tokens(3) == [2, 3, 4]
-
-
-def test_shutdown_drains() -> None:
-    recorder = Recorder([request(1, [1], 100)])
-    started = threading.Event()
-    recorder.when(1, 1, started.set)
-    with running(recorder):
-        assert started.wait(WAIT)
-    assert recorder.tokens(1) == list(range(2, 102))
-
-
-def test_terminate_request_ends_the_loop_after_all_others() -> None:
-    recorder = Recorder([request(1, [1], 20), request(77, [1], 1)])
-    with running(recorder, terminate_req_id=77) as manager:
-        manager.wait_until_terminate()
-    assert recorder.tokens(1) == list(range(2, 22))
-    assert 77 not in recorder.responses

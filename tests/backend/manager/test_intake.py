@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.manager_harness import BOTH_LOOPS, WAIT, EditingEngine, Recorder, request, running
+from support.manager_harness import BOTH_LOOPS, WAIT, Recorder, request, running
 from support.triton_harness import wait_until
 
-from inflight_backend.guided.compiler import GuideService, PendingGuide
-from inflight_backend.guided.guide import Guide
 from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.health import DeadlineWatch
-from inflight_backend.manager.logits_processors import ActiveProcessors
+from inflight_backend.manager.logits_processors import LogitsHooks
 from inflight_backend.manager.output_gatherer import OutputGatherer
 from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
@@ -34,8 +31,8 @@ VICTIM = 3
 
 # Where a request is handled on its way in: class and method; its first argument is the request.
 PLACES: dict[str, tuple[type, str]] = {
-    "validate": (ActiveProcessors, "check"),
-    "processors": (ActiveProcessors, "add"),
+    "validate": (LogitsHooks, "check"),
+    "processors": (LogitsHooks, "add"),
     "active": (ActiveRequests, "add"),
     "deadlines": (DeadlineWatch, "add"),
     "stop words": (StopWordWatch, "add"),
@@ -94,35 +91,29 @@ def params_with(path: Path, **changes: Any) -> TrtGptModelOptionalParams:
     )
 
 
+def what_stays(manager: GptManager) -> dict[str, Collection[int]]:
+    """The ids that the parts know."""
+    flight_recorder = manager._batcher.recorder
+    return {
+        "active": [each.request_id for each in manager._active],
+        "gatherer": manager._gatherer._gathered,
+        "stop words": manager._stop_words._watched,
+        "processors": manager._rules._hooks,
+        "recorder": [each.request_id for each in flight_recorder._arrivals],
+        "arrival times": flight_recorder._came_ns,
+        "searches": flight_recorder._searches,
+    }
+
+
 def assert_nothing_stays(manager: GptManager) -> None:
     """Checked on the manager's thread, between two iterations."""
 
     def check() -> None:
         assert manager.get_num_active_requests() == 0
         assert manager._batcher.is_idle_and_intact()
-        assert not manager._rules
-        assert manager._gatherer._gathered == {}
-        assert manager._stop_words._watched == {}
-        flight_recorder = manager._batcher.recorder
-        assert flight_recorder._came_ns == {}
-        assert flight_recorder._arrivals == []
-        assert flight_recorder._searches == {}
+        assert not any(what_stays(manager).values())
 
     manager._calls.call_soon(check).result(WAIT)
-
-
-def what_stays_of(request_id: int, manager: GptManager) -> list[str]:
-    """The parts that still know a request that has ended."""
-    flight_recorder = manager._batcher.recorder
-    ids_of: dict[str, Collection[Any]] = {
-        "active": [each.request_id for each in manager._active],
-        "gatherer": manager._gatherer._gathered,
-        "stop words": manager._stop_words._watched,
-        "processors": manager._rules.processors._chosen,
-        "recorder": [each.request_id for each in flight_recorder._arrivals],
-        "arrival times": flight_recorder._came_ns,
-    }
-    return [name for name, ids in ids_of.items() if request_id in ids]
 
 
 @pytest.mark.case(89, 117, 118)
@@ -146,14 +137,15 @@ def test_request_whose_intake_fails_ends_alone(
             recorder.pending += [demanding(2), victim, demanding(4)]
         if request_id == VICTIM and is_final and spoiler.num_left == 0:
             spoiler.num_left = -1
-            left.extend(what_stays_of(VICTIM, managers.get(timeout=WAIT)))
+            known = what_stays(managers.get(timeout=WAIT))
+            left.extend(name for name, ids in known.items() if VICTIM in ids)
             recorder.pending.append(victim)
 
     left: list[str] = []
     managers: queue.SimpleQueue[GptManager] = queue.SimpleQueue()
     recorder.on_response = on_response
     path = tmp_path / "recording.jsonl"
-    with running(recorder, EditingEngine(), params=params_with(path)) as manager:
+    with running(recorder, params=params_with(path)) as manager:
         managers.put(manager)
         wait_until(lambda: len(recorder.responses.get(VICTIM, ())) > 1)
         recorder.wait_for_finals(1, 2, VICTIM, 4)
@@ -190,41 +182,10 @@ def test_valid_requests_of_a_bad_list_are_taken(
 
     recorder.get = get  # type: ignore[assignment]
     params = params_with(tmp_path / "recording.jsonl", overlap_scheduler=overlap)
-    with running(recorder, EditingEngine(), params=params) as manager:
+    with running(recorder, params=params) as manager:
         recorder.wait_for_finals(1, 2, VICTIM, 4)
         assert "the prompt is missing" in recorder.final_errors(2)[0]
         assert recorder.final_errors(VICTIM) == [NOT_TAKEN]
         assert recorder.tokens(1) == list(range(2, 11))
         assert recorder.tokens(4) == list(range(5, 14))
         assert_nothing_stays(manager)
-
-
-def test_request_that_waited_for_its_grammar_may_be_sent_again_after_a_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its grammar is compiled again: the first compilation's time may be up."""
-    started: list[PendingGuide] = []
-
-    def start(service: GuideService, guide: Guide, on_compiled: object) -> PendingGuide:
-        started.append(PendingGuide(Future()))
-        return started[-1]
-
-    monkeypatch.setattr(GuideService, "start", start)
-
-    def fail() -> None:
-        raise MemoryError
-
-    guide: Any = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a"}
-    again = request(1, [1], 3, end_id=5, **guide)
-    recorder = Recorder([again])
-    with running(recorder) as manager:
-        wait_until(lambda: manager.get_num_active_requests() == 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(manager, "step", fail)
-            recorder.wait_for_finals(1)
-        assert "batch manager failed" in recorder.final_errors(1)[0]
-        recorder.responses.clear()
-        recorder.pending.append(again)
-        wait_until(lambda: len(started) == 2)
-        recorder.stops = {1}
-        recorder.wait_for_finals(1)

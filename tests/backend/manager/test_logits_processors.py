@@ -16,14 +16,12 @@ from support.manager_harness import (
     BOTH_LOOPS,
     GUARANTEED,
     MAX_UTILIZATION,
-    EditingEngine,
     Recorder,
     request,
     running,
     serve,
     small_engine,
 )
-from support.triton_stub import CountingEngine
 from transformers import AutoTokenizer
 
 from inflight_backend.engine import Engine
@@ -79,20 +77,8 @@ def leaves(*_: Any) -> None:
     raise SystemExit("the user's secret")
 
 
-def wrong_shape(_: int, logits: torch.Tensor, *__: Any) -> torch.Tensor:
-    return logits[..., :-1]
-
-
-def no_tensor(*_: Any) -> str:
-    return "logits"
-
-
 def nan(_: int, logits: torch.Tensor, *__: Any) -> None:
     logits[..., 5] = torch.nan
-
-
-def nothing_left(_: int, logits: torch.Tensor, *__: Any) -> torch.Tensor:
-    return torch.full_like(logits, -torch.inf)
 
 
 def unchanged(*_: Any) -> None:
@@ -255,7 +241,7 @@ def test_class_has_an_instance_per_request_and_arguments_may_be_fewer(
     )
     with running(recorder, engine, params=params_of(overlap, processors)) as manager:
         recorder.wait_for_finals(1, 2, 3, 4)
-        assert not manager._rules.processors
+        assert not manager._rules
     assert [recorder.responses[i][-1][2] for i in (1, 2, 3, 4)] == [""] * 4
     assert recorder.tokens(1) == [11, 12, 13, 14, 14]
     assert recorder.tokens(2) == [11, 12, 13, 14]
@@ -299,10 +285,16 @@ class CannotBeMade(OnlyHigher):
         (raises, "logits processor 'bad' failed"),
         (leaves, "logits processor 'bad' failed"),
         (CannotBeMade, "logits processor 'bad' failed"),
-        (wrong_shape, "'bad' returned [1, 1, 198] where logits of shape [1, 1, 199] belong"),
-        (no_tensor, "'bad' returned str where logits of shape [1, 1, 199] belong"),
+        (
+            lambda _, logits, *__: logits[..., :-1],
+            "'bad' returned [1, 1, 198] where logits of shape [1, 1, 199] belong",
+        ),
+        (lambda *_: "logits", "'bad' returned str where logits of shape [1, 1, 199] belong"),
         (nan, "no token could be drawn behind logits processor 'bad'"),
-        (nothing_left, "no token could be drawn behind logits processor 'bad'"),
+        (
+            lambda _, logits, *__: torch.full_like(logits, -torch.inf),
+            "no token could be drawn behind logits processor 'bad'",
+        ),
         (late, "logits processor 'bad' failed"),
         (unchanged, ""),
     ],
@@ -348,21 +340,19 @@ def test_processor_that_fails_behind_the_last_token_fails_no_request(
 
 
 @pytest.mark.parametrize(
-    ("engine_class", "name", "values", "message"),
+    ("name", "values", "message"),
     [
-        (EditingEngine, "unknown", {}, "names 'unknown', and this server has no logits processor"),
-        (EditingEngine, "bad\n", {}, "names 'bad\\n', and this server has no logits processor"),
-        (CountingEngine, "bad", {}, "names 'bad', and this server has no logits processor"),
-        (EditingEngine, "bad", {"beam_width": 2}, "cannot go with a 'beam_width' above 1"),
-        (EditingEngine, "", {}, ""),
+        ("unknown", {}, "names 'unknown', and this server has no logits processor"),
+        ("bad\n", {}, "names 'bad\\n', and this server has no logits processor"),
+        ("bad", {"beam_width": 2}, "cannot go with a 'beam_width' above 1"),
+        ("", {}, ""),
     ],
 )
 def test_processor_that_cannot_be_used_is_refused(
-    engine_class: type[CountingEngine], name: str, values: dict[str, Any], message: str
+    name: str, values: dict[str, Any], message: str
 ) -> None:
     """The names of the others are not told."""
-    asked = asking(1, [1, 2], 2, name, **values)
-    recorder = serve([asked], engine_class(), logits_processors={"bad": raises})
+    recorder = serve([asking(1, [1, 2], 2, name, **values)], logits_processors={"bad": raises})
     error = recorder.responses[1][-1][2]
     assert error.startswith(f"'{PROCESSOR_FIELD}' {message}" if message else "")
     assert (error == "") == (message == "")

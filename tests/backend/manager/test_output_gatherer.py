@@ -22,9 +22,8 @@ from support.manager_harness import (
     serve,
     small_engine,
 )
-from support.triton_stub import CountingEngine
 
-from inflight_backend.errors import CapacityText, InvalidRequest
+from inflight_backend.errors import ErrorText, InvalidRequest
 from inflight_backend.manager import output_gatherer
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.outputs import MAX_LOGITS_BYTES, read_outputs
@@ -280,14 +279,6 @@ def test_an_end_id_leaves_its_row_out(folder: Path) -> None:
     np.testing.assert_allclose(shorter, longer[:, :, :num_tokens], atol=1e-5)
 
 
-def test_output_that_the_engine_lacks_is_refused() -> None:
-    recorder = Recorder([request(1, [1], 3, return_generation_logits=True)])
-    serve(recorder, CountingEngine())
-    assert (
-        "'return_generation_logits' is not supported by the engine" in recorder.responses[1][0][2]
-    )
-
-
 @pytest.mark.parametrize(
     ("prompt_len", "max_new_tokens", "outputs", "error"),
     [
@@ -307,7 +298,7 @@ def test_size_of_logits_is_bounded(
 ) -> None:
     asked = request(1, [1], 1, **{f"return_{name}": True for name in outputs})
     with pytest.raises(InvalidRequest, match=error) if error else nullcontext():
-        read_outputs(asked, prompt_len, max_new_tokens, 32000, is_observable=True)
+        read_outputs(asked, prompt_len, max_new_tokens, 32000)
 
 
 def test_logits_of_all_active_requests_share_one_room(
@@ -330,7 +321,8 @@ def test_logits_of_all_active_requests_share_one_room(
         manager.wake()
         recorder.wait_for_finals(4)
     [(_, _, error)] = recorder.responses[2]
-    assert isinstance(error, CapacityText)
+    assert isinstance(error, ErrorText)
+    assert error.code == "UNAVAILABLE"
     assert error == (
         f"'return_generation_logits' would take {4 * VOCAB_SIZE} bytes, and the logits of active "
         f"requests take {limit} of {limit} already; try again later"

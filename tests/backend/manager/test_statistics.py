@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from datetime import datetime
+from typing import Any
 
+import pytest
 from support.manager_harness import (
     BOTH_LOOPS,
+    GUARANTEED,
     WAIT,
     Recorder,
     request,
@@ -16,9 +20,8 @@ from support.manager_harness import (
 )
 from support.triton_stub import CountingEngine
 
-from inflight_backend.engine.interface import MemoryUsage, StepOutputs
-from inflight_backend.manager.parameters import OverlapScheduler
-from inflight_backend.manager.statistics import IterationStats
+from inflight_backend.manager.batcher import Batcher
+from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
 from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
 from inflight_protocol import METRICS
 from inflight_scheduler import ScheduledBatch, TrtGptModelType
@@ -84,43 +87,46 @@ def test_running_and_waiting_requests_are_counted(overlap: OverlapScheduler) -> 
 
 def test_time_is_that_of_the_measurement_and_the_load_names_its_numbers() -> None:
     """Statistics that are read later, as while a step hangs, must look old."""
-    stats = IterationStats(
-        iteration=7,
-        batch=ScheduledBatch(iteration=0),
-        num_active_requests=5,
-        max_num_requests=8,
-        num_paused_requests=0,
-        num_waiting_requests=2,
-        num_repairs=0,
-        max_num_blocks=40,
-        num_free_blocks=1,
-        tokens_per_block=16,
-        memory=MemoryUsage(),
-        measured_at=datetime(2026, 1, 2, 3, 4, 5).timestamp(),
-    )
+    batcher = Batcher(CountingEngine(), GUARANTEED, TrtGptModelOptionalParams(max_batch_size=8))
+    empty = ScheduledBatch(iteration=0)
+    stats = batcher.measure(empty, iteration=7, num_waiting=2, num_repairs=0)
+    stats = replace(stats, measured_at=datetime(2026, 1, 2, 3, 4, 5).timestamp())
     assert json.loads(stats.to_json())["Timestamp"] == "01-02-2026 03:04:05"
     assert stats.describe_load() == (
-        "5 of 8 places are taken, 2 of those requests wait, and 1 of 40 KV blocks are free"
+        "0 of 8 places are taken, 2 of those requests wait, and 64 of 64 KV blocks are free"
     )
 
 
-def test_v1_counts_the_slots_that_padding_would_waste() -> None:
-    recorder = serve(
-        [request(1, [1], 2), request(2, [50, 51], 4), request(3, [9], 1)], model_type=V1
-    )
-    seen = [
+@pytest.mark.parametrize(
+    ("requests", "stops", "seen"),
+    [
+        # What padding would waste.
+        ([(1, [1], 2), (2, [50, 51], 4), (3, [9], 1)], (), [(0, 0), (2, 1), (1, 2), (1, 2)]),
+        # Requests 1 and 3 run together; 2 has two beams and generates after both: it waits.
         (
-            stats["Scheduled Requests"],
-            stats["Context Requests"],
-            stats["Total Context Tokens"],
-            stats["Total Generation Tokens"],
-            stats["Empty Generation Slots"],
-        )
+            [(1, [1], 3), (2, [50, 51], 4, 2), (3, [7], 2)],
+            (),
+            [(0, 0), (2, 0), (1, 1), (1, 2), (1, 2), (1, 2)],
+        ),
+        # Request 1 is stopped.
+        ([(1, [1], 200), (2, [50], 4)], (1,), [(0, 0), (1, 1), (1, 1), (1, 1)]),
+    ],
+)
+def test_v1_counts_tokens_and_empty_slots(
+    requests: list[Any], stops: tuple[int, ...], seen: list[tuple[int, int]]
+) -> None:
+    recorder = Recorder()
+    for request_id, prompt, num_new, *width in requests:
+        recorder.pending.append(request(request_id, prompt, num_new, beam_width=[*width, 1][0]))
+    recorder.stops = set(stops)
+    serve(recorder, model_type=V1, max_beam_width=2)
+    assert [
+        (stats["Total Generation Tokens"], stats["Empty Generation Slots"])
         for stats in recorder.stats
-    ]
-    assert seen == [(3, 3, 4, 0, 0), (2, 0, 0, 2, 1), (1, 0, 0, 1, 2), (1, 0, 0, 1, 2)]
-    only_in_flight = {"Generation Requests", "MicroBatch ID", "Paused Requests"}
-    assert not only_in_flight & set(recorder.stats[0])
+    ] == seen
+    num_prompt_tokens = sum(len(prompt) for _, prompt, *_ in requests)
+    assert recorder.stats[0]["Total Context Tokens"] == num_prompt_tokens
+    assert not {"Generation Requests", "MicroBatch ID", "Paused Requests"} & set(recorder.stats[0])
 
 
 def test_v1_has_no_empty_slots_while_idle() -> None:
@@ -131,53 +137,6 @@ def test_v1_has_no_empty_slots_while_idle() -> None:
         while '"Empty Generation Slots": 0' not in manager.stats_json:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-
-
-class SearchingEngine(CountingEngine):
-    """Counts, and returns the same candidates for every row that searches."""
-
-    max_beam_width = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_candidates: dict[int, int] = {}
-        self._outputs = StepOutputs()
-
-    def execute(self, batch: ScheduledBatch) -> list[int]:
-        """One token for each row."""
-        for setup in batch.setups:
-            self._num_candidates[setup.slot] = setup.num_candidates
-        for move in batch.beam_moves:
-            self._last_token[move.slot] = move.token
-        rows = [run.slot for run in batch.runs if run.is_last]
-        self._outputs = StepOutputs(
-            candidates={
-                slot: [(token, -1.0 - token) for token in range(self._num_candidates[slot])]
-                for slot in (*rows, *batch.generation_slots)
-                if self._num_candidates[slot]
-            }
-        )
-        return super().execute(batch)
-
-    def take_outputs(self) -> StepOutputs:
-        """Those of the last step."""
-        return self._outputs
-
-
-def test_v1_slot_of_a_request_that_waits_for_another_beam_width_is_not_empty() -> None:
-    """Requests 1 and 3 run together; 2 has two beams and generates after both."""
-    requests = [request(1, [1], 3), request(2, [50, 51], 4, beam_width=2), request(3, [7], 2)]
-    recorder = serve(requests, SearchingEngine(), model_type=V1, max_beam_width=2)
-    seen = [(s["Total Generation Tokens"], s["Empty Generation Slots"]) for s in recorder.stats]
-    assert seen == [(0, 0), (2, 0), (1, 1), (1, 2), (1, 2), (1, 2)]
-
-
-def test_v1_stopped_request_leaves_its_slot_empty() -> None:
-    recorder = Recorder([request(1, [1], 200), request(2, [50], 4)])
-    recorder.stops = {1}
-    serve(recorder, model_type=V1)
-    assert recorder.responses[1] == [([1, 2], True, "")]
-    assert [stats["Empty Generation Slots"] for stats in recorder.stats] == [0, 1, 1, 1]
 
 
 def test_v1_batch_size_is_kept_in_turns_that_only_read_tokens() -> None:

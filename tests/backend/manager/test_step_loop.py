@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.manager_harness import (
+    BOTH_LOOPS,
     GUARANTEED,
     LOOP_FAILED,
     MAX_UTILIZATION,
@@ -18,7 +20,7 @@ from support.manager_harness import (
     serve,
     small_engine,
 )
-from support.triton_stub import CountedStep, CountingEngine, LostStep
+from support.triton_stub import CountedStep, CountingEngine
 
 from inflight_backend.manager.parameters import (
     KvCacheConfig,
@@ -28,7 +30,12 @@ from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import PROCESSOR_FIELD
 from inflight_recorder.replay import replay
 from inflight_recorder.storage import RecordingReader
-from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch
+from inflight_scheduler import (
+    CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
+    ScheduledBatch,
+    TrtGptModelType,
+)
 
 
 class LosingEngine(CountingEngine):
@@ -41,14 +48,15 @@ class LosingEngine(CountingEngine):
         super().__init__(**options)
         self._lost_step = lost_step
 
-    def edit_next(self, edits: object) -> None:
+    def edit_next(self, source: object) -> None:
         """Count; there are no logits."""
         self.num_edited += 1
 
     def submit(self, batch: ScheduledBatch) -> CountedStep:
         """Count on; the answer is read later."""
         step = super().submit(batch)
-        return LostStep(step.tokens) if len(self.batches) == self._lost_step else step
+        error = RuntimeError("the step is lost")
+        return replace(step, error=error) if len(self.batches) == self._lost_step else step
 
 
 @pytest.mark.case(86)
@@ -111,6 +119,9 @@ class WatchedStep:
         if self.is_lost:
             raise RuntimeError("the step is lost")
         return self._tokens
+
+    def read_outputs(self) -> None:
+        """None came."""
 
 
 class WatchedEngine(CountingEngine):
@@ -179,32 +190,58 @@ def answers(
     policy: CapacitySchedulerPolicy = GUARANTEED,
     num_tokens: int = 1024,
     reuse: bool = False,
-    **params: Any,
-) -> tuple[list[list[int]], int]:
-    """The answer to each kind, and the largest number of paused requests."""
-    params = {"overlap_scheduler": OverlapScheduler.OFF, **params}
+    **options: Any,
+) -> tuple[list[list[int]], Recorder]:
+    """The answer to each kind."""
     recorder = serve(
         make_requests(),
         small_engine(folder, num_tokens, max_num_tokens=48, max_seq_len=48),
         policy,
         kv_cache_config=KvCacheConfig(enable_block_reuse=reuse),
-        **params,
+        exclude_input_in_output=True,
+        **options,
     )
     assert (recorder.stats[-1].get("Reused KV cache blocks", 0) > 0) == reuse
-    num_paused = max(stats["Paused Requests"] for stats in recorder.stats)
-    return [recorder.tokens(i) for i in range(len(KINDS))], num_paused
+    return [recorder.tokens(i) for i in range(len(KINDS))], recorder
 
 
-def test_loops_chunks_pauses_and_shared_blocks_change_no_answer(folder: Path) -> None:
-    expected, _ = answers(folder)
-    assert len({tuple(answer) for answer in expected}) == len(KINDS)
-    assert all(len(answer) == NUM_NEW for answer in expected)
-    overlapped: dict[str, Any] = {"overlap_scheduler": OverlapScheduler.ON}
-    assert answers(folder, **overlapped) == (expected, 0)
-    assert answers(folder, reuse=True) == (expected, 0)
-    chunked: dict[str, Any] = {"enable_chunked_context": True, "reuse": True}
-    assert answers(folder, **chunked, **overlapped) == (expected, 0)
-    for more in ({}, overlapped):
-        found, num_paused = answers(folder, MAX_UTILIZATION, 72, **chunked, **more)
-        assert found == expected
-        assert num_paused > 0
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[list[int]]:
+    """Without reuse, chunks, pauses and overlap."""
+    found, recorder = answers(folder, overlap_scheduler=OverlapScheduler.OFF)
+    assert len({tuple(answer) for answer in found}) == len(KINDS)
+    assert all(len(answer) == NUM_NEW for answer in found)
+    assert recorder.total("Total Context Tokens") == len(KINDS) * 13
+    return found
+
+
+@pytest.mark.fast(4)
+@BOTH_LOOPS
+@pytest.mark.parametrize("chunking", [*ContextChunkingPolicy, None])
+@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy), ids=lambda each: each.name)
+def test_no_answer_depends_on_how_it_is_scheduled(
+    policy: CapacitySchedulerPolicy,
+    chunking: ContextChunkingPolicy | None,
+    overlap: OverlapScheduler,
+    folder: Path,
+    plain: list[list[int]],
+) -> None:
+    """With shared blocks, chunks, and a pool that holds some of the requests."""
+    options: dict[str, Any] = {"overlap_scheduler": overlap}
+    if chunking is not None:
+        options |= {"enable_chunked_context": True, "context_chunking_policy": chunking}
+        options["context_chunk_unit"] = 3
+    found, recorder = answers(folder, policy, 72, reuse=True, **options)
+    assert found == plain
+    assert (recorder.total("Paused Requests") > 0) == (policy is MAX_UTILIZATION)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_v1_answers_as_in_flight_batching_does(
+    folder: Path, plain: list[list[int]], reuse: bool
+) -> None:
+    found, recorder = answers(folder, reuse=reuse, model_type=TrtGptModelType.V1)
+    assert found == plain
+    assert not any(
+        each["Total Context Tokens"] and each["Total Generation Tokens"] for each in recorder.stats
+    )

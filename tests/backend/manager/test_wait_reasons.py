@@ -20,9 +20,10 @@ from support.manager_harness import (
 )
 from support.triton_stub import CountingEngine
 
+from inflight_backend.calls import LoopCalls
 from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
-from inflight_backend.manager.wait_reasons import LoopCalls, describe_wait
+from inflight_backend.manager.wait_reasons import describe_wait
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
@@ -119,7 +120,7 @@ def test_why_of_several_requests_is_about_the_first_active_one() -> None:
     assert answers[-1]["state"] == "not in flight"
 
 
-def test_calls_wait_for_the_loop_and_are_answered_in_order() -> None:
+def test_calls_wait_for_the_loop_until_it_is_closed_and_are_answered_in_order() -> None:
     calls = LoopCalls(wake=lambda: None)
     seen: list[int] = []
     futures = [calls.call_soon(partial(seen.append, number)) for number in range(3)]
@@ -127,10 +128,6 @@ def test_calls_wait_for_the_loop_and_are_answered_in_order() -> None:
     calls.run_pending()
     assert all(future.done() for future in futures)
     assert seen == [0, 1, 2]
-
-
-def test_calls_after_the_close_run_on_the_calling_thread() -> None:
-    calls = LoopCalls(wake=lambda: None)
     last = calls.call_soon(threading.get_ident)
     calls.close()
     assert last.result(0) == calls.call_soon(threading.get_ident).result(0)

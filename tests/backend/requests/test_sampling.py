@@ -167,7 +167,7 @@ def test_settings_that_exclude_beams_are_refused_by_name(
     values: dict[str, Any], message: str
 ) -> None:
     """Empty texts and drafts ask for nothing."""
-    limits = replace(LIMITS, max_beam_width=4, is_observable=True)
+    limits = replace(LIMITS, max_beam_width=4)
     sent = InferenceRequest(1, make_inputs({"input_ids": [1, 2], "beam_width": 2}))
     for name, tensor in make_inputs(values).items():
         sent.replace_tensor(name, tensor)

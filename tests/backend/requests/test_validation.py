@@ -115,7 +115,6 @@ def test_accepted_length_penalty_weighs_the_longest_answer(penalty: float) -> No
     ("values", "message"),
     [
         ({"lora_task_id": 7}, "'lora_task_id' is not supported by this server; leave it out or"),
-        ({"return_log_probs": True}, "'return_log_probs' is not supported by the engine"),
         ({"draft_logits": np.zeros((1, 1, 9), np.float16)}, "'draft_logits' is not supported"),
         ({"draft_acceptance_threshold": 0.5}, "'draft_acceptance_threshold' is not supported"),
         ({"logits_post_processor_name": "x"}, "'logits_post_processor_name' is not supported"),

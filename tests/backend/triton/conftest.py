@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.triton_harness import Gate, Server
+from support.triton_harness import Gate, Server, write_number_tokenizer
 from support.triton_stub import CountingEngine, FakePbUtils
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from inflight_backend.manager import gpt_manager
-from inflight_backend.manager import gpt_manager as idle_wait
 from inflight_backend.triton import model as triton_model
 from inflight_backend.triton_models import relay_client, text_base
 
@@ -30,7 +28,7 @@ def unwatched_parent(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_turns_of_an_idle_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the loop is not woken for would never be seen here."""
-    monkeypatch.setattr(idle_wait, "TURN_SECONDS", 3600.0)
+    monkeypatch.setattr(gpt_manager, "TURN_SECONDS", 3600.0)
 
 
 @pytest.fixture
@@ -60,10 +58,7 @@ def gate() -> Iterator[Gate]:
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> None:
     """One whose words are numbers, for the models that are loaded here."""
-    vocab = {str(i): i for i in range(1000)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_number_tokenizer(tmp_path)
 
 
 @pytest.fixture

@@ -2,164 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from support.relay_harness import answering, load
-from support.triton_harness import WAIT, text_of
+from support.triton_harness import WAIT, responses_of, text_of
 from support.triton_stub import FakeRequest
 
 from inflight_backend.triton.relay_wire import RelayedRequest, Tensors
 from inflight_backend.triton_io.inputs import RequestHead
 from inflight_backend.triton_models.bls import TritonPythonModel
 
-Relay = Callable[..., TritonPythonModel]
-ALL = ("text_output", "sequence_index")
+Part = tuple[int, int, str]
+"""Row, sequence, and what is new of it: the texts of beams with a blank between them."""
 
 
-def part(texts: tuple[str, ...], index: int | None = None, row: int | None = None) -> Tensors:
-    """A response with these texts; ``index`` and ``row`` only if they were asked for."""
-    tensors = {"text_output": np.array([text.encode() for text in texts], dtype=object)}
-    if index is not None:
-        tensors["sequence_index"] = np.array([[index]], np.int32)
-    if row is not None:
-        tensors["batch_index"] = np.array([[row]], np.int32)
-    return tensors
-
-
-def answer(request: RelayedRequest, model: str) -> list[Tensors]:
-    """What ``model`` says: its name.
-
-    For several sequences their pieces come in turns, for rows one after the other; for beams every
-    response is complete.
-    """
-    rows = {name: tensor.reshape(-1).tolist() for name, tensor in request.inputs.items()}
-    values = {name: row[0] for name, row in rows.items()}
-    num_beams = values.get("beam_width", 1)
-    num_sequences = values.get("num_return_sequences", 1)
-    if len(rows["text_input"]) > 1:
-        asked = "batch_index" in request.requested
-        return [
-            part((f"{row}{step}",) * width, row=row if asked else None)
-            for row, width in enumerate(rows["beam_width"])
-            for step in "ab"
-        ]
-    if num_beams > 1:
-        steps = [tuple(f"{beam}{'+' * step}" for beam in range(num_beams)) for step in (0, 1)]
-        return [part(texts) for texts in steps]
-    if num_sequences > 1:
-        asked = "sequence_index" in request.requested
-        turns = [(step, index) for step in "ab" for index in range(num_sequences)]
-        return [part((f"{index}{step}",), index if asked else None) for step, index in turns]
-    return [part((model,))]
-
-
-@pytest.fixture
-def make_relay() -> Iterator[Relay]:
-    """A factory of loaded relays with the parameters given; unloads what it made."""
-    made: list[TritonPythonModel] = []
-
-    def make(*, is_decoupled: bool = True, **parameters: str) -> TritonPythonModel:
-        made.append(TritonPythonModel())
-        load(made[-1], "tensorrt_llm_bls", parameters, is_decoupled=is_decoupled)
-        return made[-1]
-
-    with (
-        answering(partial(answer, model="tensorrt_llm")),
-        answering(partial(answer, model="mine"), "mine"),
-    ):
-        yield make
-        for relay in made:
-            relay.finalize()
-
-
-def ask(
-    relay: TritonPythonModel,
-    outputs: tuple[str, ...] = ("text_output",),
-    parameters: str = "{}",
+def relay_to(
+    parts: Sequence[Part],
+    outputs: Sequence[str] = ("text_output",),
+    *,
+    model: str = "tensorrt_llm",
+    is_decoupled: bool = True,
+    num_failures: int = 0,
+    parameters: Any,
     **settings: Any,
-) -> Any:
-    """The sender of a request for four tokens after "1 2", once it has ended; in as many rows as a
-    setting has."""
-    tensors = {
-        name: value if isinstance(value, np.ndarray) else np.array([[value]], np.int32)
-        for name, value in settings.items()
-    }
-    num_rows = max(map(len, tensors.values()), default=1)
-    prompts = np.array([["1 2"]] * num_rows, dtype=object)
-    text = {"text_input": prompts, "max_tokens": np.full((num_rows, 1), 4)}
-    request = FakeRequest({**text, **tensors}, "", outputs, parameters)
-    relay.execute([request])
-    assert request.sender.is_final.wait(WAIT)
-    return request.sender
+) -> FakeRequest:
+    """A request for four tokens after "1 2", in as many rows as a setting has, once it has ended:
+    ``model`` answers ``parts``, with the indexes that were asked for. Its first translations
+    fail."""
 
+    def answer(request: RelayedRequest) -> list[Tensors]:
+        made = []
+        for row, sequence, texts in parts:
+            indexes = {"batch_index": row, "sequence_index": sequence}
+            tensors: Tensors = {
+                name: np.array([[index]], np.int32)
+                for name, index in indexes.items()
+                if name in request.requested
+            }
+            made.append({"text_output": np.array(texts.encode().split(), object), **tensors})
+        return made
 
-def texts_of(sender: Any) -> list[list[str]]:
-    """The texts of each response."""
-    tensors = [tensor for response in sender.responses for tensor in response.output_tensors]
-    named = [tensor.as_numpy() for tensor in tensors if tensor.name() == "text_output"]
-    return [[text.decode() for text in array] for array in named]
+    num_rows = max(map(len, settings.values()), default=1)
+    tensors = {name: np.array(value, np.int32) for name, value in settings.items()}
+    text = {"text_input": np.array([["1 2"]] * num_rows, object)}
+    requests = [
+        FakeRequest(
+            {**text, "max_tokens": np.full((num_rows, 1), 4), **tensors}, "", tuple(outputs)
+        )
+        for _ in range(num_failures + 1)
+    ]
+    relay = TritonPythonModel()
+    load(relay, "tensorrt_llm_bls", parameters, is_decoupled=is_decoupled)
+    real = relay.translate
+
+    def translate(request: Any, head: RequestHead) -> Any:
+        if request is not requests[-1]:
+            raise MemoryError("/a/path")
+        return real(request, head)
+
+    relay.translate = translate  # type: ignore[method-assign]
+    with answering(answer, model):
+        relay.execute(requests)
+        assert all(request.sender.is_final.wait(WAIT) for request in requests)
+    relay.finalize()
+    for request in requests[:-1]:
+        assert str(request.sender.responses[-1].error) == "the request could not be taken"
+    return requests[-1]
 
 
 @pytest.mark.contract("tensorrt_llm_bls parameter", "tensorrt_llm_model_name")
 @pytest.mark.parametrize(
     ("parameters", "model"), [({}, "tensorrt_llm"), ({"tensorrt_llm_model_name": "mine"}, "mine")]
 )
-def test_it_calls_the_model_that_is_named(
-    parameters: dict[str, str], model: str, make_relay: Relay
-) -> None:
-    assert text_of(ask(make_relay(**parameters))) == model
+def test_it_calls_the_model_that_is_named(parameters: dict[str, str], model: str) -> None:
+    """Behind a request that fails by a fault of ours, which ends alone."""
+    asked = relay_to([(0, 0, "3")], model=model, num_failures=1, parameters=parameters)
+    assert text_of(asked.sender) == "3"
 
 
+SEQUENCES = [(0, 0, "0a"), (0, 1, "1a"), (0, 0, "0b"), (0, 1, "1b")]
+ROWS = [(0, 0, "0a"), (0, 0, "0b"), (1, 0, "1a 1b"), (1, 0, "1c 1d"), (2, 0, "2a"), (2, 0, "2b")]
+
+
+@pytest.mark.parametrize("outputs", [("text_output",), ("text_output", "sequence_index")])
 @pytest.mark.parametrize("is_decoupled", [True, False])
-def test_beams_are_passed_on_whole(make_relay: Relay, is_decoupled: bool) -> None:
-    """Each of their responses says everything, so there is nothing to accumulate."""
-    relay = make_relay(accumulate_tokens="true", is_decoupled=is_decoupled)
-    whole = [["0", "1", "2"], ["0+", "1+", "2+"]]
-    assert texts_of(ask(relay, beam_width=3)) == (whole if is_decoupled else whole[1:])
-
-
-@pytest.mark.parametrize("outputs", [("text_output",), ALL])
-def test_sequences_accumulate_apart(make_relay: Relay, outputs: tuple[str, ...]) -> None:
-    """Also for a client that does not ask which one a response belongs to."""
-    sender = ask(make_relay(accumulate_tokens="true"), outputs, num_return_sequences=2)
-    assert texts_of(sender) == [["0a"], ["1a"], ["0a0b"], ["1a1b"]]
-    names = [
-        tuple(each.name() for each in response.output_tensors) for response in sender.responses
-    ]
-    assert names == [outputs] * 4
-
-
-@pytest.mark.parametrize("outputs", [("text_output",), ("text_output", "batch_index")])
-def test_rows_accumulate_apart(make_relay: Relay, outputs: tuple[str, ...]) -> None:
-    """Each by itself, and those that search not at all."""
-    widths = np.array([[1], [2], [1]], np.int32)
-    sender = ask(make_relay(accumulate_tokens="true"), outputs, beam_width=widths)
-    assert texts_of(sender) == [["0a"], ["0a0b"], ["1a"] * 2, ["1b"] * 2, ["2a"], ["2a2b"]]
-    names = {
-        tuple(each.name() for each in response.output_tensors) for response in sender.responses
-    }
-    assert names == {outputs}
-
-
-def test_a_failure_of_ours_ends_one_request_and_loses_none_behind_it(
-    make_relay: Relay, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("parts", "settings", "wanted"),
+    [
+        (SEQUENCES, {"num_return_sequences": [[2]]}, ["0a", "1a", "0a0b", "1a1b"]),
+        (ROWS, {"beam_width": [[1], [2], [1]]}, ["0a", "0a0b", "1a 1b", "1c 1d", "2a", "2a2b"]),
+        ([(0, 0, "x y"), (0, 0, "xz yz")], {"beam_width": [[2]]}, ["x y", "xz yz"]),
+    ],
+    ids=["sequences", "rows", "beams"],
+)
+def test_texts_accumulate_apart(
+    parts: Sequence[Part],
+    settings: dict[str, Any],
+    wanted: list[str],
+    is_decoupled: bool,
+    outputs: tuple[str, ...],
 ) -> None:
-    relay = make_relay()
-    real, failures = relay.translate, [MemoryError("/a/path")]
-
-    def fail_once(request: Any, head: RequestHead) -> Any:
-        if failures:
-            raise failures.pop()
-        return real(request, head)
-
-    monkeypatch.setattr(relay, "translate", fail_once)
-    text = {"text_input": np.array([["1 2"]], dtype=object), "max_tokens": np.array([[4]])}
-    requests = [FakeRequest(dict(text), "", ("text_output",), "{}") for _ in range(2)]
-    relay.execute(requests)
-    assert all(request.sender.is_final.wait(WAIT) for request in requests)
-    assert str(requests[0].sender.responses[-1].error) == "the request could not be taken"
-    assert text_of(requests[1].sender) == "tensorrt_llm"
+    """Also for a client that does not ask which one a response belongs to; those of a search say
+    everything anyway."""
+    accumulates = {"accumulate_tokens": "true"}
+    asked = relay_to(parts, outputs, is_decoupled=is_decoupled, parameters=accumulates, **settings)
+    responses = responses_of(asked.sender)
+    texts = [b" ".join(tensors["text_output"]).decode() for tensors in responses]
+    assert texts == (wanted if is_decoupled else wanted[-1:])
+    assert {tuple(tensors) for tensors in responses} == {outputs}

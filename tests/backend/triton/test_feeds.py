@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from support.triton_harness import WAIT, Server, error_of, ids_of, wait_for_phase, wait_until
+from support.triton_harness import (
+    WAIT,
+    Server,
+    error_of,
+    ids_of,
+    values_of,
+    wait_for_phase,
+    wait_until,
+)
 from support.triton_stub import CountingEngine, FailingSender, FakePbUtils, FakeSender, HeldSender
 
 from inflight_backend.triton import feeds as module
@@ -24,13 +32,7 @@ def stats_of(iteration: int) -> str:
 
 
 def iterations_of(sender: FakeSender) -> list[int]:
-    lines = [
-        line
-        for response in sender.responses
-        for tensor in response.output_tensors
-        for line in tensor.as_numpy().reshape(-1)
-    ]
-    return [json.loads(line)["Iteration Counter"] for line in lines]
+    return [json.loads(line)["Iteration Counter"] for line in values_of(sender, "stats")]
 
 
 def test_every_iteration_from_the_last_one_comes_once() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from support.triton_harness import (
     Server,
     error_of,
     ids_of,
+    responses_of,
     text_of,
-    wait_for_phase,
     wait_until,
 )
 from support.triton_stories import (
@@ -44,7 +44,6 @@ from support.triton_stub import CountingEngine, FakePbUtils, FakeRequest, FakeSe
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.manager.logits_processors import ActiveProcessors
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import validate
@@ -171,23 +170,6 @@ def test_a_send_that_raises_is_told_when_its_request_is_free() -> None:
         assert len(told.server.engine.batches) < 20, "it is stopped, not served to its end"
 
 
-@pytest.mark.case(62)
-@pytest.mark.parametrize("delay", [0.0, 0.0005, 0.001, 0.002])
-def test_a_stop_beside_the_last_token_gives_one_final(
-    make_server: MakeServer, delay: float
-) -> None:
-    server = make_server(CountingEngine())
-    for number in range(20):
-        sender = StrictSender()
-        server.send(
-            "x", sender=sender, input_ids=[1], request_output_len=1 + number % 5, streaming=True
-        )
-        time.sleep(delay)
-        server.ask("x", stop=True)
-        assert sender.is_final.wait(WAIT)
-        assert (sender.num_finals, sender.violations) == (1, [])
-
-
 @pytest.mark.case(63)
 def test_stops_for_ids_never_seen_are_not_remembered(make_server: MakeServer) -> None:
     server = make_server(CountingEngine())
@@ -275,9 +257,8 @@ def test_several_sequences_are_one_request(server: Server, is_streaming: bool) -
     assert seeds == {-1, 0, 1}  # as signed numbers
     assert len(sequences_of(server.ask("many", input_ids=[4], num_return_sequences=2))) == 2
     named = ("output_ids", "sequence_length", "sequence_index", "batch_index")
-    (response,) = server.ask(outputs=named, input_ids=[4], request_output_len=1).responses
-    shapes = {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors}
-    assert (shapes["batch_index"], shapes["sequence_index"]) == ([[0]], [[0]])
+    (tensors,) = responses_of(server.ask(outputs=named, input_ids=[4], request_output_len=1))
+    assert tensors["batch_index"].tolist() == tensors["sequence_index"].tolist() == [[0]]
 
 
 def test_sequences_share_what_is_read_of_long_lists(server: Server) -> None:
@@ -364,8 +345,7 @@ def test_stop_words_in_the_text_end_the_request(server: Server, is_streaming: bo
         stream=is_streaming, stop_words=["", "9 10"], exclude_input_in_output=True,
     )  # fmt: skip
     assert text_of(sender) == " 6 7 8 "
-    last = sender.responses[-1].output_tensors[-1]
-    assert (last.name(), last.as_numpy().item()) == ("finish_reason", b"stop_words")
+    assert responses_of(sender)[-1]["finish_reason"].item() == b"stop_words"
     # The engine may run on until the stop is heard, not to the end.
     assert server.engine._last_token[0] < 200
 
@@ -391,8 +371,7 @@ def test_a_special_token_is_a_stop_word_though_no_text_shows_it(
     assert ids_of(sender) == list(range(6, 6 + num_new))
     shown = {"no": "6 8 9 10 11", "11<end>": "6 8 9 10", "9": "6 8"}
     assert text_of(sender).split() == shown[words[0]].split()
-    [reason] = [t for t in sender.responses[-1].output_tensors if t.name() == "finish_reason"]
-    assert reason.as_numpy().item() == b"stop_words"
+    assert responses_of(sender)[-1]["finish_reason"].item() == b"stop_words"
 
 
 @pytest.mark.contract("tensorrt_llm input", "embedding_bias")
@@ -424,11 +403,11 @@ def ask(server: Server, **tensors: Any) -> FakeSender:
 
 def answers_of(sender: FakeSender) -> dict[tuple[int, int], list[int]]:
     """Tokens by row and sequence."""
-    answers: dict[tuple[int, int], list[int]] = {}
-    for response in sender.responses:
-        tensors = {t.name(): t.as_numpy().reshape(-1).tolist() for t in response.output_tensors}
-        place = (tensors["batch_index"][0], tensors.get("sequence_index", [0])[0])
-        answers.setdefault(place, []).extend(tensors["output_ids"])
+    answers: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for tensors in responses_of(sender):
+        sequence = tensors["sequence_index"].item() if "sequence_index" in tensors else 0
+        place = tensors["batch_index"].item(), sequence
+        answers[place] += tensors["output_ids"].reshape(-1).tolist()
     return answers
 
 
@@ -478,46 +457,6 @@ def test_another_number_of_rows_is_refused_by_name() -> None:
     inputs = {"input_ids": PROMPTS, "temperature": np.ones((1, 1), np.float32)}
     with pytest.raises(InvalidRequest, match=r"'temperature' has shape \[1, 1\], but the prompt"):
         TritonRequest.from_inputs("", inputs, frozenset())
-
-
-@pytest.mark.case(89, 117)
-def test_one_of_a_burst_cannot_be_taken(
-    make_server: MakeServer, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One runs, and three wait while its step does, so that they are fetched together."""
-    gate.clear()
-    server = make_server(CountingEngine(before_step=gate), max_batch_size="8")
-    add, num_left = ActiveProcessors.add, 1
-
-    def add_but_one(owner: ActiveProcessors, request: Any) -> None:
-        nonlocal num_left
-        if num_left and request.get_tensor("input_ids").item() == 300:
-            num_left = 0
-            raise BaseException("as a panic of a library in Rust")
-        add(owner, request)
-
-    monkeypatch.setattr(ActiveProcessors, "add", add_but_one)
-    first = server.send("one", input_ids=[1], request_output_len=30, streaming=True)
-    wait_until(lambda: server.model._manager.get_num_active_requests() == 1)
-    burst = [
-        server.send(name, input_ids=[start], request_output_len=5, streaming=True)
-        for name, start in (("two", 200), ("three", 300), ("four", 400))
-    ]
-    gate.set()
-    for sender in (first, *burst):
-        assert sender.is_final.wait(WAIT)
-    assert ids_of(first) == list(range(2, 32))
-    assert ids_of(burst[0]) == list(range(201, 206))
-    assert error_of(burst[1]) == (
-        "the request could not be taken",
-        FakePbUtils.TritonError.INTERNAL,
-    )
-    assert ids_of(burst[2]) == list(range(401, 406))
-    again = server.ask("three", input_ids=[300], request_output_len=2)
-    assert ids_of(again) == [300, 301, 302]
-    assert server.model._frontend.num_live == 0
-    server.drain_file.write_text("")
-    wait_for_phase(server, "drained")
 
 
 @pytest.mark.case(79)

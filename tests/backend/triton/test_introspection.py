@@ -16,6 +16,7 @@ from support.triton_harness import (
     Server,
     error_of,
     ids_of,
+    responses_of,
     text_of,
     wait_until,
     wait_until_queued,
@@ -30,11 +31,9 @@ from inflight_scheduler import ScheduledBatch
 
 
 def answer_of(sender: FakeSender, name: str) -> str:
-    [response] = sender.responses
-    assert response.error is None, response.error
-    [tensor] = response.output_tensors
-    assert tensor.name() == name
-    return str(tensor.as_numpy()[0, 0].decode())
+    [tensors] = responses_of(sender)
+    assert list(tensors) == [name], sender.responses
+    return str(tensors[name].item().decode())
 
 
 def test_why_tells_running_waiting_queued_and_gone(server: Server, gate: threading.Event) -> None:

@@ -15,16 +15,22 @@ import pytest
 from backend.triton.conftest import MakeServer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.guided_answers import HeldCompiler
 from support.scheduler_world import World
-from support.triton_harness import WAIT, Gate, Server, error_of, wait_until, wait_until_queued
+from support.triton_harness import (
+    WAIT,
+    Gate,
+    Server,
+    error_of,
+    responses_of,
+    wait_until,
+    wait_until_queued,
+)
 from support.triton_stub import CountingEngine, FakePbUtils, FakeSender
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.engine.interface import MaskSource
 from inflight_backend.errors import CapacityExceeded, RequestInFlight
-from inflight_backend.guided import compiler, matchers
 from inflight_backend.guided.compiler import PendingGuide
-from inflight_backend.guided.guide import Guide
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import RequestLimits, validate
 from inflight_backend.triton.queue import RequestIds, RequestQueue
@@ -111,10 +117,10 @@ def test_the_overdue_leave_with_their_place_and_each_once() -> None:
     time.sleep(0.002)
     overdue = queue.take_overdue()
     assert [(each.request.request_id, each.place, each.num_waiting) for each in overdue] == [
+        (3, 1, 6),
         (2, 3, 6),
-        (3, 1, 5),
-        (5, 3, 4),
-        (6, 3, 3),
+        (5, 5, 6),
+        (6, 6, 6),
     ]
     assert queue.take_overdue() == []
     assert taken(queue) == [1, 4]
@@ -125,7 +131,7 @@ def test_who_has_left_is_not_overdue_and_not_remembered() -> None:
     for request_id in range(2000):
         queue.put(request(request_id, max_queue_time_ms=60_000))
         assert queue.stop(request_id)
-    assert queue._deadlines == []
+    assert queue._order == [] == list(queue._entries)
     queue.put(request(1, max_queue_time_ms=1))
     assert taken(queue) == [1]
     queue.put(request(1))  # the same id again, without a deadline
@@ -176,7 +182,7 @@ class Line:
             self.started.setdefault(setup.request_id, self.num_iterations)
 
     def num_passed_by(self, number: int) -> int:
-        """Later queue that started in an iteration before its own."""
+        """Later requests that started in an iteration before its own."""
         own = self.started[number]
         return sum(other > number and when < own for other, when in self.started.items())
 
@@ -208,7 +214,7 @@ PRIORITIES = st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0])
     max_num_tokens=6,
     waves=[[(0.5, 8, 1), (0.5, 8, 1)], [(0.5, 1, 1)], [(0.5, 1, 1)]],
 )
-def test_the_documented_number_of_later_queue_holds_from_end_to_end(
+def test_the_documented_number_of_later_requests_holds_from_end_to_end(
     policy: CapacitySchedulerPolicy,
     span: float,
     num_places: int,
@@ -217,7 +223,7 @@ def test_the_documented_number_of_later_queue_holds_from_end_to_end(
     max_num_tokens: int,
     waves: list[list[tuple[float, int, int]]],
 ) -> None:
-    """Fewer than ``span * (1 - p)`` later queue start before a request, queue included."""
+    """Fewer than ``span * (1 - p)`` later requests start before a request, the queue included."""
     line = Line(policy, span, num_places, num_blocks, chunking, max_num_tokens)
     for wave in waves:
         for priority, num_prompt, num_new in wave:
@@ -293,21 +299,14 @@ def server(make_server: MakeServer, gate: Gate, monkeypatch: pytest.MonkeyPatch)
         device="cpu", max_batch_size=3, max_beam_width=3, max_tokens_in_paged_kv_cache=1024
     )
     engine: Any = Engine.load(DEMO_MODEL, config)
-    execute = engine.execute
+    submit = engine.submit
 
-    def wait_and_execute(batch: Any) -> Any:
+    def wait_and_submit(batch: Any) -> Any:
         gate(batch)
-        return execute(batch)
+        return submit(batch)
 
-    monkeypatch.setattr(engine, "execute", wait_and_execute)
+    monkeypatch.setattr(engine, "submit", wait_and_submit)
     return make_server(engine, max_beam_width="3", tokenizer_dir=str(DEMO_MODEL))
-
-
-def tensors_of(sender: FakeSender) -> dict[str, Any]:
-    """Those of the only response."""
-    [response] = sender.responses
-    assert response.error is None
-    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
 
 
 @pytest.mark.parametrize(
@@ -330,7 +329,7 @@ def test_it_has_every_output_it_asked_for(
     server: Server, gate: Gate, wants: dict[str, Any]
 ) -> None:
     values = {"input_ids": PROMPT, "request_output_len": 3, **wants}
-    whole = tensors_of(server.ask(**values))
+    [whole] = responses_of(server.ask(**values))
     gate.close_after(0)
     busy = server.send(input_ids=[5], request_output_len=2)
     assert gate.is_reached.wait(WAIT)
@@ -340,7 +339,7 @@ def test_it_has_every_output_it_asked_for(
     assert late.is_final.wait(WAIT)
     gate.set()
     assert busy.is_final.wait(WAIT)
-    sent = tensors_of(late)
+    [sent] = responses_of(late)
     assert sent.keys() == whole.keys()
     for name, tensor in sent.items():
         assert tensor.dtype == whole[name].dtype, name
@@ -367,50 +366,19 @@ def test_it_has_every_output_it_asked_for(
         assert sent["finish_reason"].tolist() == [[b"cancelled"]]
 
 
-class MaskingEngine(CountingEngine):
-    """Says that it masks, so that guides are taken; what is drawn does not matter here."""
-
-    def mask_next(self, source: MaskSource) -> None:
-        """Not needed."""
-
-
-class HeldCompiler:
-    """``texts`` of the grammars whose turn came; while ``go_on`` is not set that is all."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.texts: list[str] = []
-        self.go_on = threading.Event()
-        self.go_on.set()
-        self._to_grammar = matchers.to_grammar
-        monkeypatch.setattr(compiler, "to_grammar", self._note)
-
-    def _note(self, guide: Guide) -> str:
-        self.texts.append(guide.text)
-        assert self.go_on.wait(WAIT)
-        return self._to_grammar(guide)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCompiler]:
-    made = HeldCompiler(monkeypatch)
-    yield made
-    made.go_on.set()
-
-
 @pytest.fixture
 def make_guiding(
-    make_server: MakeServer, tmp_path: Path, gate: Gate, held: HeldCompiler
+    make_server: MakeServer, tmp_path: Path, gate: Gate
 ) -> Iterator[Callable[..., Server]]:
     """A factory of servers that guide, with one place and a queue of four."""
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
 
     def make(**parameters: str) -> Server:
-        engine = MaskingEngine(vocab_size=300, before_step=gate)
+        engine = CountingEngine(vocab_size=300, before_step=gate)
         return make_server(engine, max_batch_size="1", max_queue_size="4", **parameters)
 
     yield make
     gate.set()
-    held.go_on.set()
 
 
 @pytest.fixture
@@ -438,17 +406,17 @@ def test_what_a_full_queue_refuses_is_not_compiled(
         assert "Maximum queue size of 4 has been reached" in text
         assert code == FakePbUtils.TritonError.UNAVAILABLE
     gate.set()
+    held.go_on.set()
     assert all(sender.is_final.wait(WAIT) for sender in taken)
     assert send(guiding, "last").is_final.wait(WAIT)
-    assert held.texts == ["last"]
+    assert held.begun == ["last"]
 
 
 def test_what_was_stopped_cancelled_or_overdue_is_not_compiled(
     guiding: Server, held: HeldCompiler
 ) -> None:
-    held.go_on.clear()
     first = [send(guiding, text) for text in "ab"]
-    wait_until(lambda: sorted(held.texts) == ["a", "b"])
+    wait_until(lambda: sorted(held.begun) == ["a", "b"])
     stopped, overdue = send(guiding, "c"), send(guiding, "d", max_queue_time_ms=1)
     guiding.send("c", stop=True)
     assert stopped.is_final.wait(WAIT)
@@ -462,16 +430,15 @@ def test_what_was_stopped_cancelled_or_overdue_is_not_compiled(
     last = send(guiding, "f")
     held.go_on.set()
     assert all(sender.is_final.wait(WAIT) for sender in (*first, last))
-    assert sorted(held.texts) == ["a", "b", "f"]
+    assert sorted(held.begun) == ["a", "b", "f"]
 
 
 def test_a_grammar_that_takes_its_time_is_no_stall(
     make_guiding: Callable[..., Server], held: HeldCompiler
 ) -> None:
     server = make_guiding(stall_seconds="0.2")
-    held.go_on.clear()
     sender = send(server, "a")
-    wait_until(lambda: held.texts == ["a"])
+    wait_until(lambda: held.begun == ["a"])
     deadline = time.monotonic() + 0.8
     while time.monotonic() < deadline:
         assert server.model.is_ready()

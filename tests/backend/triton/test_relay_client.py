@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,6 @@ def send(
     relay: TritonPythonModel,
     num_tokens: int = 8000,
     sender: FakeSender | None = None,
-    parameters: str = "{}",
 ) -> FakeSender:
     """Ask for a stream of so many tokens; the default never ends by itself."""
     tensors = {
@@ -68,8 +67,7 @@ def send(
         "max_tokens": np.array([[num_tokens]], dtype=np.int32),
         "stream": np.array([[True]]),
     }
-    request = FakeRequest(tensors, "", ("output_ids",), parameters)
-    request.sender = sender or request.sender
+    request = FakeRequest(tensors, "", ("output_ids",), sender=sender)
     relay.execute([request])
     return request.sender
 
@@ -154,48 +152,6 @@ def test_a_slow_reader_holds_up_no_other(relay: TritonPythonModel, llm: Server) 
     slow.cancelled = True
     slow.release.set()
     wait_for_rest(relay, llm)
-
-
-def test_an_answer_that_cannot_be_told_stops_what_was_asked_for(
-    relay: TritonPythonModel, llm: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(responses: Iterator[Tensors]) -> Iterator[Tensors]:
-        yield next(responses)
-        raise BaseException("as a panic of a library in Rust")
-
-    with monkeypatch.context() as patch:
-        real = relay.translate
-
-        def translate(*args: Any) -> tuple[Any, Sequence[str], Any]:
-            inputs, outputs, _ = real(*args)
-            return inputs, outputs, fail
-
-        patch.setattr(relay, "translate", translate)
-        sender = send_and_wait(relay, 8000)
-    assert str(sender.responses[-1].error) == NOT_RELAYED
-    wait_for_rest(relay, llm)
-
-
-@pytest.mark.parametrize("parameters", ["{}", '{"inflight_error_codes": true}'])
-def test_an_error_amid_an_answer_ends_it(
-    relay: TritonPythonModel, llm: Server, monkeypatch: pytest.MonkeyPatch, parameters: str
-) -> None:
-    sender = send(relay, parameters=parameters)
-    assert sender.has_response.wait(WAIT)
-
-    def fail() -> None:
-        raise RuntimeError("device lost")
-
-    with monkeypatch.context() as patch:
-        patch.setitem(globals(), "step_slowly", fail)
-        assert sender.is_final.wait(WAIT)
-    error = sender.responses[-1].error
-    assert error is not None
-    prefix = "" if parameters == "{}" else "[INTERNAL] "
-    assert str(error) == f"{prefix}the engine failed while it ran this request"
-    assert error.code == FakePbUtils.TritonError.INTERNAL
-    wait_for_rest(relay, llm)
-    assert ids_of(send_and_wait(relay, 3)) == [2, 3, 4]
 
 
 def test_too_many_requests_are_a_named_refusal(relay: TritonPythonModel, llm: Server) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 import socket
 import subprocess
 import sys
@@ -16,22 +15,18 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from backend.triton.conftest import MakeServer
-from support.relay_harness import answer_on, answer_to, asking, ids_in, packed, until_end
-from support.triton_harness import WAIT, Gate, Server, wait_until
+from support.relay_harness import answer_on, answer_to, asking, ids_in, packed
+from support.triton_harness import WAIT, Server, wait_until
 from support.triton_stub import CountingEngine
 
 from inflight_backend.triton import relay_server as module
 from inflight_backend.triton import relay_wire
-from inflight_backend.triton.relay_server import RelayConnection
 from inflight_backend.triton.relay_wire import (
-    RelayedRequest,
     RelayedResponse,
     address_of,
     connect,
     pack,
-    read_messages,
 )
-from inflight_scheduler import ScheduledBatch
 
 PART = RelayedResponse({"output_ids": np.zeros((1, 1, 100), dtype=np.int32)})
 
@@ -92,18 +87,6 @@ def test_errors_keep_their_code(
     assert ids_in(answer_to(packed(3))) == [2, 3, 4]
 
 
-def test_a_request_whose_relay_has_gone_ends(make_server: MakeServer) -> None:
-    engine = CountingEngine(
-        num_blocks=9000, max_seq_len=9000, before_step=lambda batch: time.sleep(0.001)
-    )
-    server = make_server(engine)
-    with asking(packed(8000)) as connection:
-        assert next(read_messages(connection))
-    wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
-    assert len(engine.batches) < 7000
-    wait_until(lambda: server.model._relays.num_open == 0)
-
-
 @pytest.mark.parametrize("message", [pack(PART), b"\0" * 7 + b"\1{"], ids=["response", "nonsense"])
 def test_what_is_no_request_ends_its_connection_only(server: Server, message: bytes) -> None:
     with asking(message) as connection:
@@ -130,27 +113,6 @@ def test_a_process_that_the_server_has_not_started_is_not_served(server: Server)
     command = [sys.executable, "-c", STRANGER, address, packed(3).hex()]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "b''\n"
     assert server.engine.batches == []
-
-
-@pytest.mark.usefixtures("server")
-def test_many_strangers_take_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is looked at and closed before the next one is accepted."""
-    counts: list[int] = []
-
-    def look(_: socket.socket) -> bool:
-        counts.append(len(os.listdir("/proc/self/fd")))
-        return False
-
-    monkeypatch.setattr(module, "is_sibling", look)
-    with ExitStack() as stack:
-        strangers = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(200)]
-        for stranger in strangers:
-            stranger.settimeout(WAIT)
-            stranger.connect(address_of("tensorrt_llm"))
-        for stranger in strangers:
-            assert stranger.recv(1) == b""
-    assert len(counts) == 200
-    assert max(counts) - min(counts) < 20
 
 
 def test_too_many_threads_end_one_connection_only(
@@ -195,72 +157,3 @@ def test_no_request_is_lost_while_the_model_is_loaded_again(
     for each in asking:
         each.result()
     assert {tuple(ids_in(answer)) for answer in answers} == {(2, 3, 4)}
-
-
-def test_a_send_never_waits_and_what_has_no_room_is_written_when_there_is() -> None:
-    """The server leaves when all connections are done."""
-    here, there = socket.socketpair()
-    with here:
-        has_room = threading.Event()
-        connection = RelayConnection(there, has_room.set)
-        here.sendall(packed(3))
-        assert isinstance(connection.read_request(), RelayedRequest)
-        thread = threading.Thread(target=connection.write_the_rest)
-        assert not connection.is_done, "there is more to come"
-        num_sent = 0
-        while not connection.is_behind:
-            connection.send(PART)
-            num_sent += 1
-        connection.send(PART, flags=1)
-        assert not connection.is_done, "the end is not written"
-        thread.start()
-        answer = answer_on(here)
-        assert len(answer) == num_sent + 1
-        wait_until(lambda: connection.is_done)
-        assert has_room.is_set()
-        assert not connection.is_cancelled()
-        assert thread.is_alive(), "until the relay has passed the end on"
-    thread.join(WAIT)
-    assert connection.is_cancelled()
-    connection.close()
-    assert connection.is_cancelled()
-
-
-def test_a_relay_that_has_gone_gets_nothing_and_holds_nothing() -> None:
-    here, there = socket.socketpair()
-    connection = RelayConnection(there, lambda: None)
-    while not connection.is_behind:
-        connection.send(PART)
-    here.close()
-    connection.write_the_rest()
-    assert connection.is_done
-    assert not connection.is_behind
-    connection.send(PART, flags=1)
-    connection.close()
-
-
-def test_a_frozen_relay_costs_a_few_messages(make_server: MakeServer, gate: Gate) -> None:
-    """The tokens it has no room for are kept as numbers, and sent when it goes on."""
-
-    def one_at_a_time(batch: ScheduledBatch) -> None:
-        """Else a dispatcher that had no turn would send hundreds in a message."""
-        server.send_all()
-        gate(batch)
-
-    server = make_server(
-        CountingEngine(
-            num_blocks=2000, max_seq_len=4000, vocab_size=4000, before_step=one_at_a_time
-        )
-    )
-    with asking(packed(500)) as connection:
-        gate.close_after(400)
-        assert gate.is_reached.wait(WAIT)
-        [held] = server.model._dispatcher._pieces.values()
-        assert len(held.ids) > 200
-        answer = until_end(read_messages(connection))
-        came = [next(answer) for _ in range(5)]
-        while len(ids_in(came)) < 399:  # without another token
-            came.append(next(answer))
-        gate.set()
-        came += answer
-    assert ids_in(came) == list(range(2, 502))

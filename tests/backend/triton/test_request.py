@@ -18,21 +18,23 @@ from inflight_protocol.tensors import make_inputs
 UNKNOWN = "'surprise' came as a request parameter"
 
 
-class Undecodable(FakeRequest):
-    """What Triton gives for bytes that are no text: its binding decodes them when asked."""
+class Unreadable(FakeRequest):
+    """Its id or its parameters cannot be asked for."""
 
-    def __init__(self, where: str) -> None:
-        super().__init__({"input_ids": [[1]]})
-        self._where = where
+    def __init__(self, where: str, error: Exception) -> None:
+        super().__init__({"input_ids": [[1]]}, "7")
+        self._where, self._error = where, error
 
     def request_id(self) -> str:
-        return self._decoded("id", "7")
+        return self._read("id", super().request_id())
 
     def parameters(self) -> str:
-        return self._decoded("parameters", "{}")
+        return self._read("parameters", super().parameters())
 
-    def _decoded(self, part: str, text: str) -> str:
-        return (b"\xff" if part == self._where else text.encode()).decode()
+    def _read(self, part: str, text: str) -> str:
+        if part == self._where:
+            raise self._error
+        return text
 
 
 def head_of(parameters: str, request_id: str = "7") -> Any:
@@ -97,13 +99,7 @@ def test_parameters_that_are_no_json_end_their_request_only(
 
 @pytest.mark.parametrize("part", ["id", "parameters"])
 def test_a_head_that_cannot_be_asked_for_is_a_fault(part: str) -> None:
-    class Broken(Undecodable):
-        def _decoded(self, part: str, text: str) -> str:
-            if part == self._where:
-                raise RuntimeError("shared memory")
-            return text
-
-    head = read_head(Broken(part))
+    head = read_head(Unreadable(part, RuntimeError("shared memory")))
     assert head.request_id == ("" if part == "id" else "7")
     with pytest.raises(InvalidRequest, match=r"^the request (id is|parameters are) not readable$"):
         head.check()
@@ -144,7 +140,8 @@ def test_the_llm_refuses_them_by_name(server: Server, inputs: dict[str, Any]) ->
 
 @pytest.mark.parametrize("where", ["id", "parameters"])
 def test_bytes_that_are_no_text_end_only_their_request(server: Server, where: str) -> None:
-    broken = Undecodable(where)
+    """Triton's binding decodes them when asked."""
+    broken = Unreadable(where, UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no text"))
     sound = FakeRequest(make_inputs({"input_ids": [1], "request_output_len": 3}))
     server.model.execute([broken, sound])
     message, code = error_of(broken.sender)

@@ -12,10 +12,9 @@ from support.triton_stub import FailingSender, FakePbUtils, FakeResponse, FakeSe
 from inflight_backend.manager.statistics import EventCounter
 from inflight_backend.requests.inference_request import Array, NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton.frontend import SharedStream
 from inflight_backend.triton_io import sender as module
+from inflight_backend.triton_io.answer_stream import AnswerStream, TokenStream
 from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
-from inflight_backend.triton_io.token_stream import TokenStream
 
 INTERNAL = FakePbUtils.TritonError.INTERNAL
 
@@ -129,16 +128,20 @@ def test_a_stream_is_counted_once_however_it_ends() -> None:
     assert counts.take() == {}
 
 
-@pytest.mark.parametrize("end", ["send_error", "abandon"])
-def test_sequences_that_all_fail_end_their_request_with_the_first_error(end: str) -> None:
-    sender, num_stops, open_ = FakeSender(), list[int](), set[SharedStream]()
+@pytest.mark.parametrize("has_raised", [False, True])
+def test_sequences_that_all_fail_end_their_request_with_the_first_error(has_raised: bool) -> None:
+    sender, num_stops = FakeSender(), list[int]()
     stream = stream_to(sender)
-    sequences = [SharedStream(stream, open_, lambda: num_stops.append(1)) for _ in range(3)]
-    for name, sequence in zip(("first", "second"), sequences, strict=False):
-        getattr(sequence, end)(name)
-    assert not sender.is_final.is_set(), "the third one holds blocks"
-    assert num_stops
-    getattr(sequences[2], end)("third")
+    sequences = [TokenStream(stream, frozenset()) for _ in range(3)]
+    open_: set[AnswerStream] = {*sequences}
+    for name, sequence in zip(("first", "second", "third"), sequences, strict=True):
+        sequence.open_, sequence.stop_all = open_, lambda: num_stops.append(1)
+        assert not sender.is_final.is_set(), "the third one holds blocks"
+        if has_raised:
+            sequence.abandon(name)
+        else:
+            sequence.finish_with_error(name, "INTERNAL")
+        assert num_stops
     assert error_of(sender) == ("first", INTERNAL)
     assert sender.is_final.is_set()
 

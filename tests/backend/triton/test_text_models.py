@@ -13,7 +13,6 @@ from support.triton_stub import FakePbUtils, FakeRequest
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.word_lists import embedding_bias
 from inflight_backend.triton_models.postprocessing import Postprocessor
 from inflight_backend.triton_models.preprocessing import Preprocessor
 from inflight_backend.triton_models.preprocessing import TritonPythonModel as Preprocessing
@@ -68,15 +67,6 @@ def test_what_is_not_asked_for_is_neutral() -> None:
     assert out["DECODER_INPUT_ID"].tolist() == [[END], [END]]
     assert out["REQUEST_DECODER_INPUT_LEN"].tolist() == [[1], [1]]
     assert "OUT_PROMPT_TABLE_EXTRA_IDS" not in out
-
-
-@pytest.mark.parametrize("name", ["QUERY", "REQUEST_OUTPUT_LEN"])
-def test_a_missing_tensor_is_named(name: str) -> None:
-    """Triton counts the tensors of a request, so another one hides that this one is missing."""
-    inputs = query("12", END_ID=np.array([[1]], np.int32))
-    del inputs[name]
-    with pytest.raises(InvalidRequest, match=f"'{name}' is missing"):
-        PREPROCESS(inputs)
 
 
 @pytest.mark.contract("preprocessing input", "BAD_WORDS_DICT STOP_WORDS_DICT")
@@ -203,6 +193,7 @@ def test_special_tokens_may_be_shown() -> None:
     assert POSTPROCESS(request)["OUTPUT"].tolist() == [b"1"]
 
 
+@pytest.mark.case(122)
 @pytest.mark.parametrize(
     ("lengths", "ids_", "message"),
     [
@@ -211,15 +202,22 @@ def test_special_tokens_may_be_shown() -> None:
         ([[-1]], [[5]], "from 0 to 1"),
         ([[1]], [[CODEC.vocab_size]], "'TOKENS_BATCH' holds an id outside"),
         ([[1]], [[-1]], "'TOKENS_BATCH' holds an id outside"),
+        ([[2**22 + 1]], np.zeros((1, 2**22 + 1)), "asks for 4194305 tokens, more than 4194304"),
     ],
 )
-def test_bad_answers_are_named(
-    lengths: list[list[int]], ids_: list[list[int]], message: str
-) -> None:
+def test_bad_answers_are_named(lengths: list[list[int]], ids_: Any, message: str) -> None:
+    inputs = {"TOKENS_BATCH": tokens(ids_), "SEQUENCE_LENGTH": np.array(lengths, dtype=np.int32)}
     with pytest.raises(InvalidRequest, match=message):
-        POSTPROCESS(
-            {"TOKENS_BATCH": tokens(ids_), "SEQUENCE_LENGTH": np.array(lengths, dtype=np.int32)}
-        )
+        POSTPROCESS(inputs)
+
+
+@pytest.mark.parametrize("name", ["QUERY", "REQUEST_OUTPUT_LEN"])
+def test_a_missing_tensor_is_named(name: str) -> None:
+    """Triton counts the tensors of a request, so another one hides that this one is missing."""
+    inputs = query("12", END_ID=np.array([[1]], np.int32))
+    del inputs[name]
+    with pytest.raises(InvalidRequest, match=f"'{name}' is missing"):
+        PREPROCESS(inputs)
 
 
 def test_a_bad_request_in_a_batch_fails_alone() -> None:
@@ -341,26 +339,6 @@ def test_the_checkpoints_other_ends_come_beside_the_end_id(
     assert found["OUT_STOP_TOKEN_IDS"].shape == (2, 0)
     alone = load(monkeypatch, tokenizer_dir=DEMO_MODEL)
     assert answer(alone, query("1"))["OUT_STOP_TOKEN_IDS"].shape == (1, 0)
-
-
-@pytest.mark.case(122)
-def test_a_bias_for_very_many_rows_is_named() -> None:
-    words = [["a"]] * 256
-    with pytest.raises(InvalidRequest, match="256 rows of 150000 numbers each, more than 16777216"):
-        embedding_bias(words, [[1.0]] * 256, ids, 150_000)
-
-
-@pytest.mark.case(122)
-def test_answers_that_are_too_long_are_named() -> None:
-    with pytest.raises(
-        InvalidRequest, match="'SEQUENCE_LENGTH' asks for 4194305 tokens, more than 4194304"
-    ):
-        POSTPROCESS(
-            {
-                "TOKENS_BATCH": np.zeros((1, 1, 2**22 + 1), np.int32),
-                "SEQUENCE_LENGTH": np.array([[2**22 + 1]], np.int32),
-            }
-        )
 
 
 def test_switches() -> None:

@@ -182,12 +182,16 @@ def test_a_model_without_a_tokenizer_refuses_them_by_name(
     """One that was written by an older version has no parameters."""
     message = "'return_logprobs' needs a tokenizer: set gpt_model_path"
     assert error_of(ask(settings={"logprobs": 1}, return_logprobs=True))[0].startswith(message)
-    # With one, it is the engine that says what it has not.
     with vllm_model(tokenizer_dir=str(tmp_path), gpt_model_path="unread") as ask_with_tokenizer:
-        refused = ask_with_tokenizer(settings={"logprobs": 1}, return_logprobs=True)
-    assert (
-        error_of(refused)[0] == "'return_log_probs' is not supported by the engine of this server"
-    )
+        [answer] = tensors_of(
+            ask_with_tokenizer(settings={"logprobs": 1, "max_tokens": 1}, return_logprobs=True)
+        )
+    assert json.loads(answer["logprobs"][0]) == [
+        {
+            "3": {"logprob": -1.0, "rank": 1, "decoded_token": " 3"},
+            "0": {"logprob": -1.0, "rank": 1, "decoded_token": " 0"},
+        }
+    ]
 
 
 def test_a_model_that_loads_a_tokenizer_looks_for_its_server(

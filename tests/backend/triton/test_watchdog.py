@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from backend.triton.conftest import MakeServer
 from support.triton_harness import (
     WAIT,
     Gate,
+    Server,
     error_of,
     full_disk,
     ids_of,
@@ -28,9 +31,10 @@ from support.triton_harness import (
     wait_for_phase,
     wait_until,
 )
-from support.triton_stub import CountingEngine, FailingSender, FakePbUtils, FakeSender
+from support.triton_stub import CountingEngine, FailingSender, FakePbUtils, FakeSender, HeldSender
 
 from inflight_backend.status import beat_of
+from inflight_backend.triton.metrics import TritonMetrics
 from inflight_backend.triton.queue import RequestQueue
 from inflight_backend.triton.watchdog import (
     PeriodicTask,
@@ -57,43 +61,12 @@ NO_PROGRESS = (
 )
 
 
-@pytest.mark.case(88)
-def test_a_step_that_never_returns_ends_the_streams_and_readiness(
-    make_server: MakeServer, gate: Gate
-) -> None:
-    gate.close_after(3)
-    server = make_server(CountingEngine(before_step=gate), stall_seconds=str(STALL))
-    assert server.model.is_ready()
-    running = server.send("a", input_ids=[1], request_output_len=200, streaming=True)
-    assert gate.is_reached.wait(WAIT)
-    feed = server.send(stats=True)
-    waiting = [server.send(f"w{i}", input_ids=[1], request_output_len=5) for i in range(6)]
-    questions = [server.send("a", why=True), server.send(recording=True)]
-    for sender in (running, *waiting, *questions, feed):
-        assert sender.is_final.wait(WAIT)
-    for sender in (running, *waiting, *questions):
-        assert last_error(sender) == NO_PROGRESS
-    assert not server.model.is_ready()
-    wait_for_phase(server, "unhealthy")
-    # Its id is free, but nothing is served.
-    assert error_of(server.ask("a", input_ids=[1])) == NO_PROGRESS
-    gate.set()
-    wait_until(server.model.is_ready)
-    wait_for_phase(server, "ready")
-    assert ids_of(server.ask("a", input_ids=[1], request_output_len=2)) == [1, 2, 3]
-    assert server.ask(recording=True).responses[0].error is None
-    assert server.model._manager._batcher.block_manager.num_used_blocks == 0
-
-
-@pytest.mark.case(88)
-def test_a_model_that_is_stuck_for_good_can_be_unloaded(
-    make_server: MakeServer, gate: Gate
-) -> None:
-    gate.clear()
-    server = make_server(CountingEngine(before_step=gate), stall_seconds=str(STALL))
-    sender = server.send(input_ids=[1], request_output_len=5)
-    assert sender.is_final.wait(WAIT)
-    server.model.finalize()  # returns although the loop does not
+LEAVING = (
+    "the server is shutting down: this answer is not complete",
+    FakePbUtils.TritonError.UNAVAILABLE,
+)
+LONG: dict[str, Any] = {"input_ids": [1], "request_output_len": 8000, "streaming": True}
+"""It takes 40 s on the engine of `slow_server`."""
 
 
 @pytest.mark.slow
@@ -288,7 +261,7 @@ def test_a_request_that_has_ended_already_is_seen_to_at_once() -> None:
     periodic_tasks.close()
 
 
-class MuteSender(FakeSender):
+class UnclearSender(FakeSender):
     """Triton does not say whether its client has gone."""
 
     def is_cancelled(self) -> bool:
@@ -303,7 +276,7 @@ def test_a_stream_that_cannot_be_asked_hides_nobody_who_leaves(
         num_blocks=9000, max_seq_len=9000, before_step=lambda batch: time.sleep(0.002)
     )
     server = make_server(engine, cancellation_check_period_ms="10")
-    mute, leaving = MuteSender(), FakeSender()
+    mute, leaving = UnclearSender(), FakeSender()
     for sender in (mute, leaving):
         server.send(sender=sender, input_ids=[1], request_output_len=700, streaming=True)
         assert sender.has_response.wait(WAIT)
@@ -406,3 +379,201 @@ def test_a_question_that_a_stall_ends_while_it_is_taken_keeps_no_place(
     server.model._queue.__class__ = RequestQueue
     server.model._queue.refuse("")
     assert server.ask("x", (), **{question: True}).responses[0].error is None
+
+
+class MuteSender(FakeSender):
+    """The question whether its client has gone is not answered before ``release``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_held, self.release = threading.Event(), threading.Event()
+
+    def is_cancelled(self) -> bool:
+        self.is_held.set()
+        assert self.release.wait(3 * WAIT)
+        return False
+
+
+class Stuck:
+    """Something of a loaded model does not return before `go_on`, for a request."""
+
+    def __init__(self, server: Server, gate: Gate, what: str) -> None:
+        self._gate = gate
+        senders = {"step": FakeSender, "send": HeldSender}
+        self.sender: Any = senders.get(what, MuteSender)()
+        if what == "step":
+            gate.close_after(3)
+        streaming = what != "question without streaming"
+        server.send("a", sender=self.sender, **{**LONG, "streaming": streaming})
+        assert getattr(self.sender, "is_held", gate.is_reached).wait(WAIT)
+
+    def go_on(self) -> None:
+        self._gate.set()
+        getattr(self.sender, "release", self._gate).set()
+        assert self.sender.is_final.wait(WAIT)
+
+
+@pytest.fixture
+def slow_server(make_server: MakeServer, gate: Gate) -> Callable[..., Server]:
+    def before_step(batch: ScheduledBatch) -> None:
+        gate(batch)
+        time.sleep(0.005)
+
+    engine = CountingEngine(num_blocks=9000, max_seq_len=9000, before_step=before_step)
+    return partial(make_server, engine)
+
+
+@contextmanager
+def traffic(server: Server) -> Iterator[list[FakeSender]]:
+    """Requests that keep coming meanwhile, from a thread of their own as in Triton."""
+    senders: list[FakeSender] = []
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.wait(0.01):
+            senders.append(server.send(input_ids=[1], request_output_len=3, streaming=True))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield senders
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.fast(2)
+@pytest.mark.case(88, 92)
+@pytest.mark.parametrize("what", ["step", "send", "question", "question without streaming"])
+def test_call_that_never_returns_is_a_stall_whatever_else_comes(
+    slow_server: Callable[..., Server], gate: Gate, what: str
+) -> None:
+    """All streams end with an error, and nothing is served until it returns."""
+    server = slow_server(stall_seconds=str(STALL))
+    assert server.model.is_ready()
+    stuck = Stuck(server, gate, what)
+    with traffic(server) as senders:
+        asked = [server.send(stats=True), server.send(describe=True), server.send("a", why=True)]
+        wait_until(lambda: not server.model.is_ready())
+    for sender in (*senders, *asked):
+        assert sender.is_final.wait(WAIT)
+    if "question" not in what:  # beside which the loop goes on
+        assert {last_error(each) for each in senders} == {NO_PROGRESS}
+    wait_for_phase(server, "unhealthy")
+    for question in ("describe", "why", "recording", "stats"):
+        assert error_of(server.ask("no", (), **{question: True})) == NO_PROGRESS
+    assert stuck.sender.is_final.is_set() == (what == "step")
+    if what == "send":
+        time.sleep(STALL)  # long after the request has ended; the loop had nothing to do meanwhile
+    stuck.go_on()
+    assert last_error(stuck.sender) == NO_PROGRESS
+    wait_until(server.model.is_ready)
+    wait_for_phase(server, "ready")
+    assert ids_of(server.ask("a", input_ids=[1], request_output_len=2)) == [1, 2, 3]
+    assert server.ask(recording=True).responses[0].error is None
+    wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
+    assert server.model._manager._batcher.is_idle_and_intact()
+
+
+@pytest.mark.slow
+@pytest.mark.case(92)
+def test_own_thread_of_triton_stuck_in_a_refusal_is_a_stall(make_server: MakeServer) -> None:
+    server = make_server(CountingEngine(), stall_seconds=str(STALL))
+    stuck = HeldSender()
+    thread = threading.Thread(target=lambda: server.send(sender=stuck, request_output_len=1))
+    thread.start()
+    wait_until(lambda: not server.model.is_ready())
+    stuck.release.set()
+    thread.join()
+    wait_until(server.model.is_ready)
+    assert "input_ids" in error_of(stuck)[0]
+
+
+@pytest.mark.fast(1)
+@pytest.mark.case(88, 92, 123)
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("what", ["step", "send", "question"])
+def test_model_with_a_thread_that_is_stuck_can_be_unloaded(
+    slow_server: Callable[..., Server], gate: Gate, what: str, is_known: bool
+) -> None:
+    """Whether it is called a stall already or not yet."""
+    server = slow_server(stall_seconds=str(STALL))
+    stuck = Stuck(server, gate, what)
+    wait_until(lambda: not (is_known and server.model.is_ready()))
+    unload = threading.Thread(target=server.model.finalize)
+    unload.start()
+    unload.join(WAIT)
+    assert not unload.is_alive()
+    stuck.go_on()
+
+
+@pytest.mark.slow
+@pytest.mark.case(92)
+def test_send_that_never_returns_hides_neither_a_cancel_nor_the_drain(
+    slow_server: Callable[..., Server], gate: Gate
+) -> None:
+    server = slow_server()
+    stuck = Stuck(server, gate, "send")
+    other = server.send(**LONG)
+    manager = server.model._manager
+    wait_until(lambda: manager.get_num_active_requests() == 2)
+    other.cancelled = True
+    wait_until(lambda: manager.get_num_active_requests() == 1)
+    server.drain_file.write_text("")
+    wait_for_phase(server, "draining")
+    stuck.sender.cancelled = True
+    stuck.go_on()
+    wait_for_phase(server, "drained")
+
+
+@pytest.mark.slow
+def test_metric_that_never_returns_holds_up_the_first_answer_only(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each error is counted before its client hears of it, and the server takes no number."""
+    release, is_stuck = threading.Event(), threading.Event()
+
+    def stand_still(*_: object) -> None:
+        is_stuck.set()
+        release.wait(3 * WAIT)
+
+    monkeypatch.setattr(TritonMetrics, "update", stand_still)
+    server = make_server(CountingEngine())
+    assert is_stuck.wait(WAIT)
+    begin = time.monotonic()
+    senders = [server.send(request_output_len=1) for _ in range(2 * int(WAIT))]
+    assert all(sender.is_final.wait(WAIT) for sender in senders)
+    assert time.monotonic() - begin < WAIT, "a second for each"
+    release.set()
+
+
+@pytest.mark.slow
+@pytest.mark.case(92, 117)
+@pytest.mark.parametrize(("by", "error"), [("stall", NO_PROGRESS), ("unload", LEAVING)])
+def test_send_that_raises_keeps_no_other_stream_from_its_end(
+    slow_server: Callable[..., Server], gate: Gate, by: str, error: tuple[str, int]
+) -> None:
+    server = slow_server(stall_seconds=str(STALL) if by == "stall" else "60")
+    broken = FailingSender(num_failures=0)
+    senders = [
+        server.send(sender=sender, **LONG) for sender in (broken, FakeSender(), FakeSender())
+    ]
+    for sender in senders:
+        assert sender.has_response.wait(WAIT)
+    broken.num_failures = 99
+    if by == "stall":
+        gate.close_after(0)
+        server.send("no", sender=FailingSender(99), stats=True)
+        server.send("x", sender=FailingSender(99), recording=True)
+    feeds = [server.send(sender=FailingSender(99), stats=True), server.send(stats=True)]
+    if by == "unload":
+        server.model.finalize()
+        assert not server.model._manager._thread.is_alive()
+        assert not server.model._dispatcher._thread.is_alive()
+    for sender in senders[1:]:
+        assert sender.is_final.wait(WAIT)
+        assert last_error(sender) == error
+    assert feeds[1].is_final.wait(WAIT)
+    wait_until(lambda: server.model._frontend.num_live == 0)
+    gate.set()
+    wait_until(lambda: by == "unload" or server.model.is_ready())

@@ -1,10 +1,12 @@
-"""The answer to one request in the form its client asked for; tokens, cut at a stop word."""
+"""The answer to one request in the form its client asked for: tokens, cut at a stop word, or all
+beams of a search from their beginning."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from inflight_backend.requests.tensors import (
     scalar,
 )
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
-from inflight_backend.triton_io.sender import Sender
+from inflight_backend.triton_io.sender import ResponseSender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
 from inflight_scheduler import FinishReason
 
@@ -130,7 +132,8 @@ class TextWriter:
 
     ``prefix`` is the prompt, for an answer that includes it, and ``num_prompt_ids`` how many of the
     first ids are the prompt's. Stop words are left out: ``stop_tokens`` as tokens, ``stop_text`` as
-    text.
+    text. Where one of each ends with the same token that of tokens counts, unless
+    ``prefers_text``.
     """
 
     detokenizer: IncrementalDetokenizer
@@ -138,6 +141,7 @@ class TextWriter:
     num_prompt_ids: int = 0
     stop_tokens: StopTokens | None = None
     stop_text: StopText | None = None
+    prefers_text: bool = False
 
     @property
     def is_stopped(self) -> bool:
@@ -160,7 +164,7 @@ class TextWriter:
             if is_final:
                 text += self.detokenizer.finish()
             return prefix + text, len(ids)
-        ahead = held[:-1] if is_final else held  # with its last token, the word of tokens counts
+        ahead = held[:-1] if is_final and not self.prefers_text else held
         text, num_used = self._write_until_stop(self.stop_text, new_ids, ahead, is_final)
         num_used -= num_held_before  # in which there was no stop word, as the last call has seen
         return prefix + text, skipped + num_used if self.is_stopped else len(ids)
@@ -195,21 +199,29 @@ class TextWriter:
         return text, num_used
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AnswerStream(ABC):
-    """The way back of one request, or of one sequence of it.
+    """The way back of one request, or of one sequence of it; of the dispatcher's thread.
 
     ``outputs`` are the names of the tensors to send, ``final_outputs`` of more that go with the
     last response. ``constants`` go with every response, ``zeros`` with the last one.
-    ``num_left_out``: tokens so far that were drawn behind a stop word.
+    ``num_left_out``: tokens so far that were drawn behind a stop word. ``repeats_all``: each
+    response says all that is known, so that one replaces those before it.
+
+    Sequences of one Triton request share its ``stream``, which ends with the last of them, and
+    ``open_``, those that have not ended; ``stop_all`` stops them when one has failed.
     """
 
-    stream: Sender
+    repeats_all: ClassVar[bool] = False
+
+    stream: ResponseSender
     outputs: frozenset[str]
     final_outputs: frozenset[str] = frozenset()
     constants: Mapping[str, Array] = field(default_factory=dict)
     zeros: Zeros | None = None
     num_left_out: int = 0
+    open_: set[AnswerStream] = field(default_factory=set)
+    stop_all: Callable[[], None] = lambda: None
 
     def set_index(self, name: str, index: int, *, is_asked: bool) -> None:
         """Which row of its request this is, or which sequence of that: ``name`` is the output.
@@ -220,14 +232,14 @@ class AnswerStream(ABC):
         if is_asked:
             self.outputs |= {name}
 
-    def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
-        """Send what is new since the last call as one response.
+    def send(self, ids: Sequence[int], extras: Mapping[str, Array]) -> bool:
+        """Send what is new since the last call as one response, which is not the last.
 
         True: the text has come to a stop word just now, and the request should be stopped.
         """
-        tensors, is_hit = self._make(ids, extras, is_final)
+        tensors, is_hit = self._make(ids, extras, False)
         if tensors is not None:
-            self.stream.send(tensors, is_final=is_final)
+            self.stream.send(tensors, is_final=False)
         return is_hit
 
     def make_last(self, ids: Sequence[int], extras: Mapping[str, Array]) -> dict[str, Array]:
@@ -236,6 +248,33 @@ class AnswerStream(ABC):
         assert tensors is not None, "the last one always says something"
         return tensors
 
+    def finish(self, tensors: dict[str, Array]) -> None:
+        """Send the last response, and with that of the last sequence the end."""
+        self.stream.send(tensors, is_final=self._is_last())
+
+    def finish_with_error(self, message: str, code: str) -> None:
+        """End this sequence, and the stream with an error once all others have ended."""
+        self.fail(message, code)
+        if self._is_last():
+            self.stream.send_error(message, code)
+
+    def fail(self, message: str, code: str = "INTERNAL") -> None:
+        """Stop all sequences; the end of the last one is this error."""
+        self.stream.end_with(message, code)
+        self.stop_all()
+
+    def abandon(self, message: str) -> None:
+        """After an end that could not be sent: end this sequence and stop the others; never
+        raise."""
+        self.fail(message)
+        if self._is_last():
+            self.stream.abandon(message)
+
+    def _is_last(self) -> bool:
+        """End this sequence; true if all have ended."""
+        self.open_.discard(self)
+        return not self.open_
+
     @abstractmethod
     def _make(
         self, ids: Sequence[int], extras: Mapping[str, Array], is_final: bool
@@ -243,7 +282,7 @@ class AnswerStream(ABC):
         """The response, None if there is nothing to say yet, and whether to stop the request."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TokenStream(AnswerStream):
     """The tokens of one sequence.
 
@@ -315,3 +354,35 @@ class TokenStream(AnswerStream):
         if is_final and self.is_stopped:
             return finish_reason_tensor(FinishReason.STOP_WORDS)
         return extras.get("finish_reason", finish_reason_tensor(FinishReason.NOT_FINISHED))
+
+
+@dataclass(slots=True, eq=False)
+class BeamStream(AnswerStream):
+    """All beams of one request in each response; nothing is put together.
+
+    ``make_writer`` is set when text is among the outputs: each beam of each response is written
+    from its beginning. Words that end an answer are found by the search.
+    """
+
+    repeats_all: ClassVar[bool] = True
+
+    make_writer: Callable[[], TextWriter] | None = None
+
+    def _make(
+        self, ids: Sequence[int], extras: Mapping[str, Array], is_final: bool
+    ) -> tuple[dict[str, Array], bool]:
+        """``extras`` hold all that is known of the beams, and ``ids`` are empty."""
+        tensors = dict(extras)
+        if self.make_writer is not None:
+            texts = []
+            beams = zip(tensors["output_ids"][0], tensors["sequence_length"][0], strict=True)
+            for beam, length in beams:
+                text, _ = self.make_writer().write(beam[:length].tolist(), is_final)
+                texts.append(text.encode())
+            tensors["text_output"] = np.array(texts, dtype=np.object_)
+        tensors.setdefault("finish_reason", finish_reason_tensor(FinishReason.NOT_FINISHED))
+        tensors.update(self.constants)
+        if is_final and self.zeros is not None and "output_ids" in tensors:
+            tensors |= self.zeros.tensors(*tensors["output_ids"].shape[1:])
+        outputs = self.outputs | self.final_outputs if is_final else self.outputs
+        return {name: tensor for name, tensor in tensors.items() if name in outputs}, False

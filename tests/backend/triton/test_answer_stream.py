@@ -10,18 +10,22 @@ import pytest
 from backend.triton.conftest import MakeServer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.triton_harness import Server, error_of, ids_of
+from support.triton_harness import (
+    Server,
+    error_of,
+    ids_of,
+    responses_of,
+    write_number_tokenizer,
+)
 from support.triton_stub import FakePbUtils, FakeSender
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.requests.sampling import MAX_WORD_TOKENS, MAX_WORDS
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.beam_stream import BeamTexts
+from inflight_backend.triton_io.answer_stream import TextWriter, TokenStream
 from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
-from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
 from inflight_server.serve.settings import DEMO_MODEL
 
 OUTPUTS = frozenset(
@@ -34,20 +38,11 @@ def stream_to(sender: FakeSender) -> ResponseSender:
     return ResponseSender(sender, ResponseFactory(FakePbUtils))
 
 
-def responses_of(sender: FakeSender) -> list[dict[str, np.ndarray[Any, Any]]]:
-    return [
-        {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
-        for response in sender.responses
-    ]
-
-
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     """A number is a token."""
     folder = tmp_path_factory.mktemp("numbers")
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(50)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_number_tokenizer(folder, 50)
     return TextCodec(folder)
 
 
@@ -96,7 +91,10 @@ def test_a_text_inside_a_stop_word_of_tokens_ends_the_answer_first(
     for start in range(0, len(ids), num_at_once):
         some = ids[start : start + num_at_once]
         extras = extras_of(start + 1, len(some))
-        stream.send(some, extras, is_final=start + len(some) == len(ids))
+        if start + len(some) == len(ids):
+            stream.finish(stream.make_last(some, extras))
+        else:
+            stream.send(some, extras)
     responses = responses_of(sent)
     said = b"".join(tensors["text_output"].item() for tensors in responses).decode()
     assert said.rstrip() == text
@@ -111,7 +109,7 @@ def test_a_stream_of_text_is_silent_when_it_has_nothing_to_say(codec: TextCodec)
     writer = TextWriter(IncrementalDetokenizer(codec, [40]), stop_text=StopText(["1 2 9"]))
     stream = TokenStream(stream_to(sent), frozenset({"text_output"}), text=writer)
     for token in (1, 2, 3):
-        stream.send([token], {}, is_final=False)
+        stream.send([token], {})
     texts = [tensors["text_output"].tolist() for tensors in responses_of(sent)]
     assert texts == [[b" "], [b"1 2 3"]]
 
@@ -245,32 +243,17 @@ def test_tokens_of_a_stop_word_are_never_decoded(
     assert left == expected
 
 
-def test_a_long_list_of_long_words_costs_no_more_than_itself(byte_codec: TextCodec) -> None:
+def test_a_long_list_of_long_words_costs_no_more_than_itself() -> None:
     """A table of all that its words begin with took 76 MB, for each request and, with beams, for
     each text of each response."""
     words = tuple(tuple(range(first, first + MAX_WORD_TOKENS)) for first in range(MAX_WORDS))
-    beams = BeamTexts(byte_codec, (5, 6), "", 0, words, ())
     tracemalloc.start()
     try:
         stop = StopTokens(words)
         assert stop.push([9, 3, 4], is_final=False) == [9]
-        assert beams.text([40, 41], is_final=False) == b""
-        assert beams.text([40, 41], is_final=True) == byte_codec.decode([40, 41]).encode()
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
-
-
-@pytest.fixture(scope="module")
-def byte_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    """One token per byte."""
-    folder = tmp_path_factory.mktemp("bytes")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return TextCodec(folder)
 
 
 @pytest.mark.parametrize(
@@ -286,8 +269,10 @@ def byte_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 @pytest.mark.case(35)
 def test_words_across_tokens_and_inside_characters(
-    byte_codec: TextCodec, text: str, word: str, expected: str, size: int
+    text: str, word: str, expected: str, size: int
 ) -> None:
+    """In the demo's tokens, which are bytes."""
+    byte_codec = TextCodec(DEMO_MODEL)
     ids = byte_codec.encode_word(text)
     writer = TextWriter(IncrementalDetokenizer(byte_codec, [5, 6]), stop_text=StopText([word]))
     written, num_used = "", 0
