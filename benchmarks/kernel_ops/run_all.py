@@ -15,6 +15,7 @@ OPS = (
     "silu_mul",
     "quantize_fp8",
     "invariant_linear",
+    "grouped_linear",
     "copy_blocks",
     "adjust_logits",
     "ban_tokens",

@@ -42,13 +42,17 @@ class StatisticsFeeds:
     def __len__(self) -> int:
         return len(self._feeds)
 
-    def open(self, stream: ResponseSender, last_stats: Callable[[], str]) -> None:
+    def open(
+        self, stream: ResponseSender, last_stats: Callable[[], str], refusal: Callable[[], str]
+    ) -> None:
         """Send ``stream`` the last statistics, then those of every further iteration without a
         gap, until its client leaves, `close` or very many bytes.
 
-        `CapacityExceeded` while too many feeds are open.
+        `CapacityExceeded` for a ``refusal`` that is not "", and while too many feeds are open.
         """
-        with self._lock:  # `add` waits
+        with self._lock:  # `add` waits; so does `close` of a stall, which refuses before
+            if reason := refusal():
+                raise CapacityExceeded(reason)
             if len(self._feeds) >= _MAX_FEEDS:
                 raise CapacityExceeded(
                     f"{_MAX_FEEDS} feeds of statistics are open, which is the limit; "

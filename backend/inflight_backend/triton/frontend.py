@@ -299,10 +299,7 @@ class Frontend:
             return
         if self._queue.is_draining:
             raise CapacityExceeded("the server is shutting down; it feeds no more statistics")
-        self._feeds.open(stream, self._last_stats)
-        if refusal := self._queue.refusal:  # after that: a stall refuses first, then ends the feeds
-            stream.end_with(refusal, "UNAVAILABLE")
-            self._feeds.close(stream)
+        self._feeds.open(stream, self._last_stats, lambda: self._queue.refusal)
 
     def _last_stats(self) -> str:
         return self._queue.add_to(self._manager.stats_json)

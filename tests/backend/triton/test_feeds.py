@@ -39,7 +39,7 @@ def test_every_iteration_from_the_last_one_comes_once() -> None:
     calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     feeds = StatisticsFeeds(calls.put)
     early, late = FakeSender(), FakeSender()
-    feeds.open(ResponseSender(early, ResponseFactory(FakePbUtils)), lambda: stats_of(0))
+    feeds.open(ResponseSender(early, ResponseFactory(FakePbUtils)), lambda: stats_of(0), str)
     for iteration in (1, 2):
         feeds.add(stats_of(iteration))
     adding = threading.Thread(target=feeds.add, args=(stats_of(3),))
@@ -49,7 +49,7 @@ def test_every_iteration_from_the_last_one_comes_once() -> None:
         adding.start()
         return stats_of(3)
 
-    feeds.open(ResponseSender(late, ResponseFactory(FakePbUtils)), last_stats)
+    feeds.open(ResponseSender(late, ResponseFactory(FakePbUtils)), last_stats, str)
     adding.join()
     while not calls.empty():
         calls.get()()
@@ -136,7 +136,7 @@ def test_a_feed_that_ends_while_it_is_looked_at_hides_no_other() -> None:
 
     other: Any = FakeSender()
     for kind, sender in ((JustEnded, FakeSender()), (ResponseSender, other)):
-        feeds.open(kind(sender, ResponseFactory(FakePbUtils)), lambda: stats_of(0))
+        feeds.open(kind(sender, ResponseFactory(FakePbUtils)), lambda: stats_of(0), str)
     other.cancelled = True
     feeds.check_cancelled()
     assert other.is_final.is_set()
