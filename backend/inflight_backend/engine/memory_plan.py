@@ -24,7 +24,12 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.checkpoint_files import read_weight_headers
 from inflight_backend.models.config import ModelConfig, state_shapes
 from inflight_backend.models.families.registry import read_model
-from inflight_backend.models.parameters import check_weights, decoder_parameters, fitted
+from inflight_backend.models.parameters import (
+    check_weights,
+    decoder_parameters,
+    fitted,
+    packed_bytes,
+)
 from inflight_scheduler import MAX_STOP_TOKEN_IDS
 from inflight_scheduler.sampling import SETTINGS
 
@@ -296,7 +301,9 @@ def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of the parameters; in FP8 the linears' take one each, and a scale for each row."""
     num_bytes = 0
     for spec in decoder_parameters(model):
-        if config.quantization == "fp8" and spec.is_linear:
+        if spec.is_packed:
+            num_bytes += packed_bytes(spec, DTYPE_TO_BYTES[config.dtype])
+        elif config.quantization == "fp8" and spec.is_linear:
             num_bytes += prod(spec.shape) + spec.shape[0] * _SCALE_BYTES
         else:
             dtype = "float32" if spec.is_wide else config.dtype

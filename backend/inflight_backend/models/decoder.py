@@ -36,6 +36,8 @@ from inflight_backend.models.config import (
 )
 from inflight_backend.models.layers import Parameter
 from inflight_backend.models.ops import Ops
+from inflight_backend.models.quantization.forms import JoinedWeight, PackedWeight
+from inflight_backend.models.quantization.linears import make_packed_linear
 
 
 class Parameters:
@@ -63,7 +65,10 @@ class Parameters:
     def linear(self, name: str) -> Linear:
         """A linear with its bias, if it has one."""
         weight = self._values.pop(f"{self._prefix}{name}.weight")
-        return self._ops.make_linear(weight, self.optional(f"{name}.bias"))
+        bias = self.optional(f"{name}.bias")
+        if isinstance(weight, PackedWeight | JoinedWeight):
+            return make_packed_linear(weight, bias, self._ops.make_linear)
+        return self._ops.make_linear(weight, bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from inflight_kernels.reference.elementwise import (
     rotate,
     silu_mul,
 )
+from inflight_kernels.reference.quantized import dequantize, pack_nibbles, unpack_nibbles
 from inflight_kernels.reference.sampling import (
     COUNT_UNIT,
     adjust_logits,
@@ -51,6 +52,7 @@ __all__ = [
     "apply_rope",
     "ban_repeated_ngrams",
     "ban_words",
+    "dequantize",
     "draw",
     "filtered",
     "greedy",
@@ -58,6 +60,7 @@ __all__ = [
     "is_drawn",
     "log_probs_of_draws",
     "mask_logits",
+    "pack_nibbles",
     "paged_attention_context",
     "paged_attention_generation",
     "plan_attention",
@@ -68,5 +71,6 @@ __all__ = [
     "sample_with_log_probs",
     "silu_mul",
     "uniform",
+    "unpack_nibbles",
     "write_kv",
 ]

@@ -1,0 +1,46 @@
+"""Which tensors a linear has in the files of a checkpoint, by its scheme; read without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inflight_backend.models.quantization.schemes import Scheme
+
+_Shape = tuple[int, ...]
+WIDE = ("F32", "F16", "BF16")
+"""Types of weights that are not quantised."""
+_SCALES = (*WIDE, "F8_E8M0")
+
+PASSED_OVER = (
+    r".*\.(input_scale|input_zero_point|activation_scale|weight_shape|weight_zero_point|g_idx)",
+    r".*\.(weight_g_idx|[qkv]_scale|[qkv]_zero_point|[kv]_proj\.output_scale)",
+)
+"""Tensors of quantised linears that are not needed: scales that were measured for their inputs,
+which have one per token here, and for a KV cache in FP8; what symmetric schemes write of zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as a file may have it: the one of ``shapes`` that is usual comes first."""
+
+    shapes: tuple[_Shape, ...]
+    dtypes: tuple[str, ...] = WIDE
+    is_optional: bool = False
+
+
+def stored_tensors(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
+    """By the ends of their names, for a weight [rows, columns]."""
+    return _LAYOUTS[scheme.layout](scheme, rows, columns)
+
+
+def _float8(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
+    scales: tuple[_Shape, ...] = ((rows, 1), (1,), (), (1, 1), (rows,))
+    if scheme.group_size is not None:
+        scales = ((-(-rows // scheme.block_rows), scheme.num_groups(columns)),)
+    return {
+        "weight": Stored(((rows, columns),), ("F8_E4M3",)),
+        scheme.scales: Stored(scales, _SCALES),
+    }
+
+
+_LAYOUTS = {"float8": _float8}

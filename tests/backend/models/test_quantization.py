@@ -1,0 +1,203 @@
+"""Quantised checkpoints against plain ones with the numbers that they stand for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import write_checkpoint
+from support.engine_driver import EngineDriver, Job
+from support.families import write_family
+from support.quantized import SCHEMES, Scheme, compressed, set_quantization, write_quantized
+
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine.config import resolve_on_device
+from inflight_backend.engine.memory_plan import make_plan
+from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.models.families.registry import read_model
+from inflight_backend.models.layers import parameter_tensors
+from inflight_backend.models.parameters import decoder_parameters
+from inflight_backend.models.weights import Checkpoint
+from inflight_scheduler import OutputParams
+
+CONFIG = EngineConfig(device="cpu", max_batch_size=2, max_tokens_in_paged_kv_cache=64)
+PROMPT = [(7 * index + 3) % 97 for index in range(24)]
+_SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fused linears with biases, blocks of 128 that are not full."""
+    folder = tmp_path_factory.mktemp("plain")
+    return write_checkpoint(folder, "llama-mha", attention_bias=True, **_SIZES)
+
+
+def logits(folder: Path, config: EngineConfig = CONFIG) -> torch.Tensor:
+    """Those of each token of a prompt, and of one generated."""
+    driver = EngineDriver(Engine.load(folder, config))
+    wants = OutputParams(context_logits=True, generation_logits=True)
+    job = Job(PROMPT, outputs=wants)
+    found = []
+    for chunks in ({job: 17}, {job: 0}, {}):
+        driver.step(chunks, [] if chunks else [job])
+        outputs = driver.engine.take_outputs()
+        assert outputs is not None
+        found += [torch.tensor(each.logits) for each in outputs.context_logits]
+        rows = [row for each in outputs.generation_logits.values() for row in each]
+        found += [torch.tensor(row)[None] for row in rows]
+    assert sum(map(len, found)) == len(PROMPT) + 2
+    return torch.cat(found)
+
+
+def difference(folder: Path, expected: Path, config: EngineConfig = CONFIG) -> float:
+    """The largest, in units of the deviation of what is expected."""
+    wanted = logits(expected, config)
+    return float((logits(folder, config) - wanted).abs().max() / wanted.std())
+
+
+def plan_of_engine(folder: Path, config: EngineConfig) -> int:
+    """Bytes of the parameters as they are loaded."""
+    model = read_model(folder)
+    config = resolve_on_device(config, model, has_triton=False)
+    with Checkpoint(folder) as opened:
+        model = opened.fit(model)
+        loaded = opened.load(decoder_parameters(model), config.torch_dtype, "cpu")
+    return sum(each.nbytes for part in loaded.values() for each in parameter_tensors(part))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_logits_are_those_of_the_numbers(tmp_path: Path, plain: Path, name: str) -> None:
+    """In float32, so that nothing but the order of sums differs; and memory is what is planned."""
+    folder, expected = write_quantized(plain, tmp_path, SCHEMES[name])
+    assert difference(folder, expected) < 1e-4
+    for dtype in ("float32", "bfloat16"):
+        config = replace(CONFIG, dtype=dtype)
+        made = make_plan(folder, config)
+        assert plan_of_engine(folder, config) == made.weight_bytes
+        assert made.weight_bytes < make_plan(expected, config).weight_bytes
+        assert made.num_parameters == make_plan(expected, config).num_parameters
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3_moe", "deepseek_v3", "gemma3", "qwen3_next"])
+def test_any_family_goes_with_a_scheme(tmp_path: Path, family: str) -> None:
+    """Fused linears, linears of each expert, latents whose matrices are taken apart, rows in an
+    order of their own, recurrences."""
+    plain = tmp_path / "plain"
+    write_family(plain, family)
+    pattern = re.compile(r".*layers\.\d+\..*proj(_\w+)?\.weight")
+    folder, expected = write_quantized(plain, tmp_path, SCHEMES["fp8-blocks"], pattern)
+    assert difference(folder, expected) < 1e-3
+
+
+def test_parts_of_a_fused_linear_may_differ(tmp_path: Path, plain: Path) -> None:
+    """A part that is not quantised between two that are."""
+    pattern = re.compile(r".*(q|v|gate)_proj\.weight")
+    scheme = SCHEMES["ct-fp8-channel-dynamic"]
+    folder, expected = write_quantized(plain, tmp_path, scheme, pattern)
+    assert difference(folder, expected) < 1e-4
+    assert plan_of_engine(folder, CONFIG) == make_plan(folder, CONFIG).weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported: compressed-"),
+        ({"bits": 4}, "quant_method is missing"),
+        (
+            {"quant_method": "fbgemm_fp8", "activation_scale_lb": 1},
+            "activation_scale_lb is not supported; supported: quant_method, ",
+        ),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported; supported: e4m3"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups is missing"),
+        (compressed("marlin-24"), "format 'marlin-24' is not supported; supported: float-quant"),
+        (compressed("float-quantized", bits=4), "weights: num_bits 4 is not supported; suppo"),
+        (compressed("float-quantized", type="int"), "type 'int' does not go with format float-"),
+        (compressed("float-quantized", hadamard=2), "weights: hadamard is not supported; suppo"),
+        (
+            compressed("float-quantized", strategy="group"),
+            "weights: strategy 'group' is not supported; supported: tensor, channel, block",
+        ),
+        (
+            {**compressed("float-quantized"), "sparsity_config": {"format": "sparse-24"}},
+            "sparsity_config is not supported",
+        ),
+        (
+            {**compressed("float-quantized"), "quantization_status": "frozen"},
+            "quantization_status 'frozen' is not supported; supported: compressed",
+        ),
+    ],
+)
+def test_configurations_that_are_refused(
+    tmp_path: Path, plain: Path, config: dict[str, Any], message: str
+) -> None:
+    folder, _ = write_quantized(plain, tmp_path, SCHEMES["fbgemm_fp8"])
+    set_quantization(folder, config)
+    with pytest.raises(CheckpointError) as caught:
+        make_plan(folder, CONFIG)
+    assert str(caught.value).startswith("config.json: quantization_config")
+    assert message in str(caught.value)
+
+
+def test_the_rule_of_a_linear_is_that_which_names_it(tmp_path: Path, plain: Path) -> None:
+    """Two groups: blocks for what a pattern names, rows for all others."""
+    config = compressed("float-quantized")
+    blocks = compressed("float-quantized", strategy="block", block_structure=[128, 128])
+    group = {**blocks["config_groups"]["group_0"], "targets": ["re:.*self_attn.*"]}
+    config["config_groups"]["group_1"] = group
+    of_blocks, of_rows = SCHEMES["ct-fp8-blocks"].make, SCHEMES["ct-fp8-channel-dynamic"].make
+    mixed = Scheme(
+        lambda module, weight: (of_blocks if "self_attn" in module else of_rows)(module, weight),
+        config,
+    )
+    folder, expected = write_quantized(plain, tmp_path, mixed)
+    assert difference(folder, expected) < 1e-4
+    del config["config_groups"]["group_0"]
+    config["config_groups"]["group_2"] = {**group, "targets": ["model.layers.0.mlp.up_proj"]}
+    set_quantization(folder, config)
+    with pytest.raises(CheckpointError, match="no target of its config_groups fits"):
+        make_plan(folder, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(device="cuda"), "there are no kernels for it on a GPU yet; use device=cpu"),
+        (EngineConfig(device="cpu", quantization="fp8"), "already; use quantization=none"),
+        (EngineConfig(device="cpu", deterministic_mode=True), "deterministic_mode needs an unqua"),
+    ],
+)
+def test_settings_that_a_quantised_checkpoint_does_not_go_with(
+    tmp_path: Path, plain: Path, config: EngineConfig, message: str
+) -> None:
+    folder, _ = write_quantized(plain, tmp_path, SCHEMES["fbgemm_fp8"])
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        resolve_on_device(config, read_model(folder), has_triton=True)
+
+
+@pytest.mark.parametrize(
+    ("end", "tensor", "message"),
+    [
+        ("weight_scale", None, "1 missing tensor: model.layers.0.mlp.up_proj.weight_scale"),
+        ("weight_scale", torch.ones(7, 1), "weight_scale has shape [7, 1], config.json asks for ["),
+        ("weight_scale", torch.ones(192, 1).int(), "up_proj.weight_scale is I32, supported are F"),
+        ("qzeros", torch.ones(1), "1 unused tensor: model.layers.0.mlp.up_proj.qzeros"),
+    ],
+)
+def test_tensors_that_a_scheme_does_not_have(
+    tmp_path: Path, plain: Path, end: str, tensor: torch.Tensor | None, message: str
+) -> None:
+    folder, _ = write_quantized(plain, tmp_path, SCHEMES["fbgemm_fp8"])
+    weights = load_file(folder / "model.safetensors")
+    name = f"model.layers.0.mlp.up_proj.{end}"
+    weights.pop(name, None)
+    if tensor is not None:
+        weights[name] = tensor
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        make_plan(folder, CONFIG)
