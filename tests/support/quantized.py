@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 FP8 = torch.float8_e4m3fn
 Made = tuple[dict[str, Tensor], Tensor]
@@ -128,6 +129,132 @@ def fp8_blocks(name: str) -> Make:
     return make
 
 
+def _grouped(
+    weight: Tensor, bits: int, size: int, is_symmetric: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers from 0 [rows, columns], scales and zeros [rows, groups], and what they stand for;
+    groups of ``size`` columns."""
+    rows, columns = weight.shape
+    groups = weight.view(rows, -1, size)
+    if is_symmetric:
+        scales = groups.abs().amax(2) / 2 ** (bits - 1)
+        zeros = torch.full_like(scales, 2 ** (bits - 1))
+    else:
+        low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+        scales = (high - low) / (2**bits - 1)
+        zeros = (-low / scales).round()
+    scales = scales.half().float()
+    numbers = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 2**bits - 1)
+    wide = (numbers - zeros[..., None]) * scales[..., None]
+    return numbers.int().view(rows, columns), scales, zeros.int(), wide.view(rows, columns)
+
+
+def _words(numbers: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """int32 [n, m] to words along the last dimension."""
+    count = 32 // bits
+    padded = functional.pad(numbers, (0, -numbers.shape[1] % count)).long()
+    parts = padded.view(len(padded), -1, count)
+    places = torch.tensor(order or range(count)) * bits
+    words = (parts << places).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def int8_rows(_: str, weight: Tensor) -> Made:
+    """A scale for each row."""
+    scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+    values = (weight / scales.float()).round().clamp(-128, 127).to(torch.int8)
+    return {"weight": values, "weight_scale": scales}, values.float() * scales.float()
+
+
+def packed(bits: int, size: int | None, is_symmetric: bool = True, has_order: bool = False) -> Make:
+    """pack-quantized of compressed-tensors."""
+
+    def make(_: str, weight: Tensor) -> Made:
+        order, groups = _shuffled(weight.shape[1], size if has_order else None)
+        numbers, scales, zeros, wide = _grouped(
+            weight[:, order], bits, size or weight.shape[1], is_symmetric
+        )
+        back = order.argsort()
+        tensors = {
+            "weight_packed": _words(numbers[:, back], bits),
+            "weight_shape": torch.tensor(weight.shape),
+            "weight_scale": scales.half(),
+        }
+        if not is_symmetric:
+            tensors["weight_zero_point"] = _words(zeros.t(), bits).t()
+        if has_order:
+            tensors["weight_g_idx"] = groups
+        return tensors, wide[:, back]
+
+    return make
+
+
+def _shuffled(columns: int, size: int | None) -> tuple[Tensor, Tensor]:
+    """The columns by their groups of ``size`` (None: as they are), and the group of each."""
+    order = torch.arange(columns)
+    if size is not None:
+        order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+    return order, (order.argsort() // (size or columns)).int()
+
+
+def awq(size: int) -> Make:
+    """gemm order, asymmetric."""
+
+    def make(_: str, weight: Tensor) -> Made:
+        numbers, scales, zeros, wide = _grouped(weight, 4, size, is_symmetric=False)
+        order = (0, 4, 1, 5, 2, 6, 3, 7)
+        tensors = {
+            "qweight": _words(numbers.t(), 4, order),
+            "qzeros": _words(zeros.t(), 4, order),
+            "scales": scales.t().half(),
+        }
+        return tensors, wide
+
+    return make
+
+
+def gptq(
+    size: int, *, bits: int = 4, is_symmetric: bool = True, has_order: bool = False,
+    zeros_below: int = 1,
+) -> Make:  # fmt: skip
+    """``zeros_below``: by how much the file's zeros are too small."""
+
+    def make(_: str, weight: Tensor) -> Made:
+        order, groups = _shuffled(weight.shape[1], size if has_order else None)
+        numbers, scales, zeros, wide = _grouped(weight[:, order], bits, size, is_symmetric)
+        if not is_symmetric:  # v1 cannot say 0
+            zeros = zeros.clamp(min=1)
+            wide = numbers.view(len(numbers), -1, size) - zeros[..., None]
+            wide = (wide * scales[..., None]).flatten(1)
+        back = order.argsort()
+        tensors = {
+            "qweight": _words(numbers[:, back], bits).t(),
+            "qzeros": _words((zeros - zeros_below).t(), bits),
+            "scales": scales.t().half(),
+            "g_idx": groups if has_order else torch.arange(weight.shape[1]).int() // size,
+        }
+        return tensors, wide[:, back]
+
+    return make
+
+
+_AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": None,
+}
+_GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "desc_act": False,
+    "damp_percent": 0.01,
+    "checkpoint_format": "gptq",
+}
 _FLOAT_ROWS = compressed("float-quantized")
 SCHEMES = {
     "ct-fp8-tensor-static": Scheme(
@@ -165,4 +292,37 @@ SCHEMES = {
         compressed("float-quantized", strategy="block", block_structure=[128, 128]),
     ),
 }
-"""By names of their own."""
+"""By names of their own; those in FP8."""
+_INT8_INPUTS = {"type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+W8A8 = Scheme(int8_rows, with_inputs(compressed("int-quantized"), **_INT8_INPUTS))
+"""What linears read is rounded, too."""
+SCHEMES |= {
+    "ct-w8a16": Scheme(int8_rows, compressed("int-quantized")),
+    "ct-w8a16-packed": Scheme(packed(8, None), compressed("pack-quantized")),
+    "ct-w8a16-groups": Scheme(
+        packed(8, 64, is_symmetric=False),
+        compressed("pack-quantized", strategy="group", group_size=64, symmetric=False),
+    ),
+    "ct-w4a16": Scheme(
+        packed(4, 32), compressed("pack-quantized", 4, "group", group_size=32, actorder="static")
+    ),
+    "ct-w4a16-asymmetric": Scheme(
+        packed(4, 64, is_symmetric=False),
+        compressed("pack-quantized", 4, "group", group_size=64, symmetric=False),
+    ),
+    "ct-w4a16-channel": Scheme(packed(4, None), compressed("pack-quantized", 4)),
+    "ct-w4a16-order": Scheme(
+        packed(4, 32, has_order=True),
+        compressed("pack-quantized", 4, "group", group_size=32, actorder="group"),
+    ),
+    "awq": Scheme(awq(32), _AWQ),
+    "gptq": Scheme(gptq(32), _GPTQ),
+    "gptq-zeros-of-v2": Scheme(gptq(32, zeros_below=0), _GPTQ),
+    "gptq-v2": Scheme(
+        gptq(64, is_symmetric=False, zeros_below=0),
+        {**_GPTQ, "group_size": 64, "sym": False, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq-asymmetric": Scheme(gptq(32, is_symmetric=False), {**_GPTQ, "sym": False}),
+    "gptq-order": Scheme(gptq(32, has_order=True), {**_GPTQ, "desc_act": True}),
+    "gptq-8": Scheme(gptq(32, bits=8), {**_GPTQ, "bits": 8}),
+}

@@ -26,7 +26,12 @@ from inflight_kernels.reference.elementwise import (
     rotate,
     silu_mul,
 )
-from inflight_kernels.reference.quantized import dequantize, pack_nibbles, unpack_nibbles
+from inflight_kernels.reference.quantized import (
+    dequantize,
+    pack_nibbles,
+    quantize_int8,
+    unpack_nibbles,
+)
 from inflight_kernels.reference.sampling import (
     COUNT_UNIT,
     adjust_logits,
@@ -64,6 +69,7 @@ __all__ = [
     "paged_attention_context",
     "paged_attention_generation",
     "plan_attention",
+    "quantize_int8",
     "rms_norm",
     "rope_angles",
     "rotate",

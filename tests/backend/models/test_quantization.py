@@ -13,15 +13,31 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import write_checkpoint
 from support.engine_driver import EngineDriver, Job
 from support.families import write_family
-from support.quantized import SCHEMES, Scheme, compressed, set_quantization, write_quantized
+from support.quantized import (
+    SCHEMES,
+    W8A8,
+    Scheme,
+    compressed,
+    set_quantization,
+    write_quantized,
+)
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve_on_device
 from inflight_backend.engine.memory_plan import make_plan
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.models.families.registry import read_model
-from inflight_backend.models.layers import parameter_tensors
+from inflight_backend.models.layers import Linear, Parameter, parameter_tensors
 from inflight_backend.models.parameters import decoder_parameters
+from inflight_backend.models.quantization.forms import PackedWeight
+from inflight_backend.models.quantization.linears import (
+    DequantizedLinear,
+    Int4Linear,
+    Int8Linear,
+    IntegerLinear,
+    dequantize,
+    make_packed_linear,
+)
 from inflight_backend.models.weights import Checkpoint
 from inflight_scheduler import OutputParams
 
@@ -60,14 +76,18 @@ def difference(folder: Path, expected: Path, config: EngineConfig = CONFIG) -> f
     return float((logits(folder, config) - wanted).abs().max() / wanted.std())
 
 
-def plan_of_engine(folder: Path, config: EngineConfig) -> int:
-    """Bytes of the parameters as they are loaded."""
-    model = read_model(folder)
-    config = resolve_on_device(config, model, has_triton=False)
+def loaded(folder: Path, dtype: torch.dtype) -> dict[str, Parameter]:
+    """The parameters as an engine takes them over."""
     with Checkpoint(folder) as opened:
-        model = opened.fit(model)
-        loaded = opened.load(decoder_parameters(model), config.torch_dtype, "cpu")
-    return sum(each.nbytes for part in loaded.values() for each in parameter_tensors(part))
+        model = opened.fit(read_model(folder))
+        return opened.load(decoder_parameters(model), dtype, "cpu")
+
+
+def loaded_bytes(folder: Path, config: EngineConfig) -> int:
+    """What they take."""
+    dtype = resolve_on_device(config, read_model(folder), has_triton=False).torch_dtype
+    parameters = loaded(folder, dtype).values()
+    return sum(each.nbytes for part in parameters for each in parameter_tensors(part))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -78,9 +98,60 @@ def test_logits_are_those_of_the_numbers(tmp_path: Path, plain: Path, name: str)
     for dtype in ("float32", "bfloat16"):
         config = replace(CONFIG, dtype=dtype)
         made = make_plan(folder, config)
-        assert plan_of_engine(folder, config) == made.weight_bytes
+        assert loaded_bytes(folder, config) == made.weight_bytes
         assert made.weight_bytes < make_plan(expected, config).weight_bytes
         assert made.num_parameters == make_plan(expected, config).num_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ct-w4a16", Int4Linear),
+        ("ct-w4a16-asymmetric", Int4Linear),
+        ("ct-w4a16-order", Int4Linear),
+        ("awq", Int4Linear),
+        ("gptq-order", Int4Linear),
+        ("ct-w8a16", Int8Linear),
+        ("ct-w4a16-channel", DequantizedLinear | Int4Linear),
+        ("ct-w8a16-groups", DequantizedLinear),
+        ("fp8-blocks", DequantizedLinear),
+    ],
+)
+def test_products_in_bfloat16(tmp_path: Path, plain: Path, name: str, kind: Any) -> None:
+    """Those of torch for few bits differ from that of the wide weight by their rounding."""
+    folder, _ = write_quantized(plain, tmp_path, SCHEMES[name])
+    for part in ("qkv", "gate_up", "down"):
+        weight = loaded(folder, torch.bfloat16)[f"layers.1.{part}.weight"]
+        assert isinstance(weight, PackedWeight)
+        wide = dequantize(weight)
+        bias = torch.randn(len(wide), generator=torch.Generator().manual_seed(2)).bfloat16()
+        linear = make_packed_linear(weight, bias, Linear)
+        assert isinstance(linear, kind)
+        for count in (1, 5, 40):
+            x = torch.randn(count, wide.shape[1], generator=torch.Generator().manual_seed(3))
+            expected = x.bfloat16().float() @ wide.float().t() + bias.float()
+            bound = 2e-2 * float(expected.std())
+            assert float((linear(x.bfloat16()) - expected).abs().max()) < 2 * bound
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_integers_times_integers(tmp_path: Path, plain: Path, dtype: str) -> None:
+    """What a linear reads is rounded to 8 bits, as the scheme wants: logits differ by a few
+    hundredths of their deviation (`docs/models.md`)."""
+    folder, expected = write_quantized(plain, tmp_path, W8A8)
+    config = replace(CONFIG, dtype=dtype)
+    found, wanted = logits(folder, config), logits(expected, config)
+    assert float((found - wanted).square().mean().sqrt() / wanted.std()) < 0.08
+    weight = loaded(folder, getattr(torch, dtype))["layers.0.down.weight"]
+    assert isinstance(weight, PackedWeight)
+    linear = make_packed_linear(weight, None, Linear)
+    assert isinstance(linear, IntegerLinear)
+    x = torch.randn(3, weight.values.shape[1], generator=torch.Generator().manual_seed(3))
+    x = x.to(weight.dtype)
+    peaks = x.double().abs().amax(1, keepdim=True)
+    numbers = (x.double() * 127 / peaks).round()
+    wanted = numbers @ weight.values.double().t() * (peaks / 127) * weight.scales.double().t()
+    torch.testing.assert_close(linear(x).double(), wanted, rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["phi3", "qwen3_moe", "deepseek_v3", "gemma3", "qwen3_next"])
@@ -100,7 +171,7 @@ def test_parts_of_a_fused_linear_may_differ(tmp_path: Path, plain: Path) -> None
     scheme = SCHEMES["ct-fp8-channel-dynamic"]
     folder, expected = write_quantized(plain, tmp_path, scheme, pattern)
     assert difference(folder, expected) < 1e-4
-    assert plan_of_engine(folder, CONFIG) == make_plan(folder, CONFIG).weight_bytes
+    assert loaded_bytes(folder, CONFIG) == make_plan(folder, CONFIG).weight_bytes
 
 
 @pytest.mark.parametrize(
@@ -117,6 +188,23 @@ def test_parts_of_a_fused_linear_may_differ(tmp_path: Path, plain: Path) -> None
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups is missing"),
         (compressed("marlin-24"), "format 'marlin-24' is not supported; supported: float-quant"),
         (compressed("float-quantized", bits=4), "weights: num_bits 4 is not supported; suppo"),
+        ({"quant_method": "awq", "bits": 3}, "bits 3 is not supported; supported: 4"),
+        ({"quant_method": "awq", "w_bit": 8}, "w_bit 8 is not supported; supported: 4"),
+        (
+            {"quant_method": "awq", "bits": 4, "version": "gemv"},
+            "version 'gemv' is not supported; supported: gemm",
+        ),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size must be -1 or above"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            "checkpoint_format 'marlin' is not supported; supported: gptq, gptq_v2",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down.*": {}}},
+            "dynamic is not supported",
+        ),
+        (compressed("pack-quantized", bits=2), "weights: num_bits 2 is not supported; suppor"),
         (compressed("float-quantized", type="int"), "type 'int' does not go with format float-"),
         (compressed("float-quantized", hadamard=2), "weights: hadamard is not supported; suppo"),
         (
