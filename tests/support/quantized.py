@@ -169,8 +169,8 @@ def int8_rows(_: str, weight: Tensor) -> Made:
 def packed(bits: int, size: int | None, is_symmetric: bool = True, has_order: bool = False) -> Make:
     """pack-quantized of compressed-tensors."""
 
-    def make(_: str, weight: Tensor) -> Made:
-        order, groups = _shuffled(weight.shape[1], size if has_order else None)
+    def make(module: str, weight: Tensor) -> Made:
+        order, groups = _shuffled(module, weight.shape[1], size if has_order else None)
         numbers, scales, zeros, wide = _grouped(
             weight[:, order], bits, size or weight.shape[1], is_symmetric
         )
@@ -189,11 +189,14 @@ def packed(bits: int, size: int | None, is_symmetric: bool = True, has_order: bo
     return make
 
 
-def _shuffled(columns: int, size: int | None) -> tuple[Tensor, Tensor]:
-    """The columns by their groups of ``size`` (None: as they are), and the group of each."""
+def _shuffled(module: str, columns: int, size: int | None) -> tuple[Tensor, Tensor]:
+    """The columns by their groups of ``size`` (None: as they are), and the group of each; linears
+    of one input share it, but not experts."""
     order = torch.arange(columns)
     if size is not None:
-        order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+        expert = re.search(r"experts\.(\d+)", module)
+        seed = columns + (0 if expert is None else int(expert[1]))
+        order = torch.randperm(columns, generator=torch.Generator().manual_seed(seed))
     return order, (order.argsort() // (size or columns)).int()
 
 
@@ -219,8 +222,8 @@ def gptq(
 ) -> Make:  # fmt: skip
     """``zeros_below``: by how much the file's zeros are too small."""
 
-    def make(_: str, weight: Tensor) -> Made:
-        order, groups = _shuffled(weight.shape[1], size if has_order else None)
+    def make(module: str, weight: Tensor) -> Made:
+        order, groups = _shuffled(module, weight.shape[1], size if has_order else None)
         numbers, scales, zeros, wide = _grouped(weight[:, order], bits, size, is_symmetric)
         if not is_symmetric:  # v1 cannot say 0
             zeros = zeros.clamp(min=1)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from inflight_backend.errors import CheckpointError
@@ -81,13 +82,15 @@ class Source:
 class ParameterSpec:
     """A parameter of the decoder: its sources, concatenated along the first dimension.
 
-    ``is_wide``: kept in float32 whatever the model's dtype is.
+    ``is_wide``: kept in float32 whatever the model's dtype is. ``is_of_experts``: the rows are
+    those of linears of experts, one after the other.
     """
 
     name: str
     sources: tuple[Source, ...]
     is_linear: bool = False
     is_wide: bool = False
+    is_of_experts: bool = False
 
     @property
     def shape(self) -> _Shape:
@@ -97,8 +100,9 @@ class ParameterSpec:
 
     @property
     def is_packed(self) -> bool:
-        """True if it stays quantised in memory: where a linear needs no more than its product."""
-        return self.is_linear and any(source.scheme is not None for source in self.sources)
+        """True if it stays quantised in memory: where no more is needed than a linear's product."""
+        is_linear = self.is_linear or self.is_of_experts
+        return is_linear and any(source.scheme is not None for source in self.sources)
 
 
 def decoder_parameters(config: ModelConfig) -> list[ParameterSpec]:
@@ -144,12 +148,15 @@ def _quantised(config: ModelConfig, spec: ParameterSpec) -> ParameterSpec:
 
 def packed_bytes(spec: ParameterSpec, dtype_bytes: int) -> int:
     """Bytes in memory of a parameter with ``is_packed``, in a model whose numbers take
-    ``dtype_bytes``. Sources of one input have one order of columns."""
+    ``dtype_bytes``. Neighbours with one input have one order of columns."""
     columns = spec.shape[1]
-    has_order = any(
-        source.scheme is not None and source.scheme.has_order for source in spec.sources
+    orders = groupby(
+        source.module.rpartition(".")[0]
+        if source.scheme is not None and source.scheme.has_order
+        else None
+        for source in spec.sources
     )
-    num_bytes = columns * _ORDER_BYTES if has_order else 0
+    num_bytes = sum(place is not None for place, _ in orders) * columns * _ORDER_BYTES
     for source in spec.sources:
         if source.scheme is None:
             num_bytes += source.rows * columns * dtype_bytes
@@ -519,8 +526,8 @@ def _experts_each(
         ]
         down.append(Source(f"{place}{names.expert_down}.weight", (hidden, size)))
     return [
-        ParameterSpec(f"{prefix}gate_up.weight", tuple(gate_up)),
-        ParameterSpec(f"{prefix}down.weight", tuple(down)),
+        ParameterSpec(f"{prefix}gate_up.weight", tuple(gate_up), is_of_experts=True),
+        ParameterSpec(f"{prefix}down.weight", tuple(down), is_of_experts=True),
     ]
 
 

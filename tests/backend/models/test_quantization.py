@@ -19,6 +19,7 @@ from support.quantized import (
     W8A8,
     Scheme,
     compressed,
+    gptq,
     set_quantization,
     write_quantized,
 )
@@ -159,7 +160,9 @@ _ANY_SIZE = ("ct-w4a16-channel", "ct-w8a16", "fp8-blocks", "ct-fp8-tensor-static
 
 
 @pytest.mark.fast(8)
-@pytest.mark.parametrize(("family", "name"), zip(FAMILY_VARIANTS, cycle(_ANY_SIZE), strict=False))
+@pytest.mark.parametrize(
+    ("family", "name"), list(zip(FAMILY_VARIANTS, cycle(_ANY_SIZE), strict=False))
+)
 def test_any_family_goes_with_any_scheme(tmp_path: Path, family: str, name: str) -> None:
     """Fused linears, rows in orders of their own, linears of each expert, latents whose matrices
     are taken apart, recurrences."""
@@ -181,6 +184,21 @@ def test_any_family_goes_with_any_scheme(tmp_path: Path, family: str, name: str)
             make_plan(folder, CONFIG)
     else:
         assert difference(folder, expected) < (1e-2 if model.deltas else 1e-4)
+        assert loaded_bytes(folder, CONFIG) == make_plan(folder, CONFIG).weight_bytes
+
+
+def test_experts_stay_quantised(tmp_path: Path) -> None:
+    """Each with an order of its columns; one is not quantised, and of another a part."""
+    plain = tmp_path / "plain"
+    write_family(plain, "qwen3_moe")
+    config = {**SCHEMES["gptq-order"].config, "group_size": 8}
+    pattern = re.compile(r".*experts\.((?!3|1\.up)\d.*)_proj\.weight")
+    scheme = Scheme(gptq(8, has_order=True), config)
+    folder, expected = write_quantized(plain, tmp_path, scheme, pattern)
+    assert difference(folder, expected) < 1e-4
+    planned = make_plan(folder, CONFIG).weight_bytes
+    assert loaded_bytes(folder, CONFIG) == planned
+    assert planned < 0.7 * make_plan(expected, CONFIG).weight_bytes
 
 
 def test_parts_of_a_fused_linear_may_differ(tmp_path: Path, plain: Path) -> None:

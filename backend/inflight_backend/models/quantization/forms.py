@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import TypeAlias
 
 import torch
@@ -69,37 +68,68 @@ class JoinedWeight:
 
 
 def join(parts: Sequence[Part]) -> Part | JoinedWeight:
-    """One weight with the rows of all; each keeps its scales."""
-    joined: list[Part] = []
-    for _, group in groupby(parts, _form):
-        joined += _join_alike(list(group))
+    """One weight with the rows of all; each keeps its scales. Neighbours of one form become one."""
+    alike: list[list[Part]] = []
+    for part in parts:
+        if alike and _is_alike(alike[-1][0], part):
+            alike[-1].append(part)
+        else:
+            alike.append([part])
+    joined = [_join_alike(each) for each in alike]
     return joined[0] if len(joined) == 1 else JoinedWeight(tuple(joined))
 
 
-def _form(part: Part) -> object:
+def split(weight: Part | JoinedWeight, count: int) -> list[Part | JoinedWeight]:
+    """``count`` weights of equally many rows, in order; they share the memory of ``weight``."""
+    parts = weight.parts if isinstance(weight, JoinedWeight) else (weight,)
+    lengths = [len(part) if isinstance(part, Tensor) else part.rows for part in parts]
+    size = sum(lengths) // count
+    found: list[list[Part]] = [[] for _ in range(count)]
+    first = 0
+    for part, length in zip(parts, lengths, strict=True):
+        start = 0
+        while start < length:
+            index = (first + start) // size
+            end = min(length, (index + 1) * size - first)
+            found[index].append(_rows(part, start, end))
+            start = end
+        first += length
+    return [each[0] if len(each) == 1 else JoinedWeight(tuple(each)) for each in found]
+
+
+def _rows(part: Part, start: int, end: int) -> Part:
     if isinstance(part, Tensor):
-        return part.dtype
-    has = (part.zeros is not None, part.order is not None)
-    return (part.values.dtype, part.group_size, part.scales.shape[1], part.quantizes_input, *has)
+        return part[start:end]
+    return part.with_rows(lambda tensor: tensor[start:end])
 
 
-def _join_alike(parts: list[Part]) -> list[Part]:
+def _is_alike(one: Part, other: Part) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor)
+    if one.order is None or other.order is None:
+        has_same_order = one.order is other.order
+    else:
+        has_same_order = torch.equal(one.order, other.order)
+    return has_same_order and _form(one) == _form(other)
+
+
+def _form(part: PackedWeight) -> object:
+    has_zeros = part.zeros is not None
+    return part.values.dtype, part.group_size, part.scales.shape[1], has_zeros, part.quantizes_input
+
+
+def _join_alike(parts: list[Part]) -> Part:
+    first = parts[0]
     if len(parts) == 1:
-        return parts
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat([each for each in parts if isinstance(each, Tensor)])
     packed = [each for each in parts if isinstance(each, PackedWeight)]
-    if not packed:
-        return [torch.cat([each for each in parts if isinstance(each, Tensor)])]
-    first = packed[0]
-    orders = [each.order for each in packed if each.order is not None]
-    if any(not torch.equal(each, orders[0]) for each in orders):
-        return parts
     zeros = [each.zeros for each in packed if each.zeros is not None]
     values = torch.cat([each.values.view(torch.uint8) for each in packed])
-    return [
-        replace(
-            first,
-            values=values.view(first.values.dtype),
-            scales=torch.cat([each.scales for each in packed]),
-            zeros=torch.cat(zeros) if zeros else None,
-        )
-    ]
+    return replace(
+        first,
+        values=values.view(first.values.dtype),
+        scales=torch.cat([each.scales for each in packed]),
+        zeros=torch.cat(zeros) if zeros else None,
+    )

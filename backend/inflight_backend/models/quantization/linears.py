@@ -9,17 +9,19 @@ linear 0.4 / 0.6 / 1.8, 4 bits 0.2 / 0.8 / 3.1, 8 bits 0.2 / 0.8 / 3.3, 8 bits t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inflight_backend.models.quantization.forms import JoinedWeight, PackedWeight
+from inflight_backend.models.quantization.forms import JoinedWeight, PackedWeight, split
 from inflight_kernels import reference
 
 Multiply: TypeAlias = Callable[[Any], Tensor]
+MultiplyGroups: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 MakeLinear: TypeAlias = Callable[[Any, Tensor | None], Multiply]
 
 
@@ -35,6 +37,26 @@ def make_packed_linear(
         for each in weight.parts
     ]
     return JoinedLinear(parts, bias)
+
+
+def make_packed_experts(
+    weight: PackedWeight | JoinedWeight, bias: Tensor | None, count: int, make_plain: MakeLinear
+) -> MultiplyGroups:
+    """Linears of ``count`` experts: rows x [T, columns], sorted by expert, and ``starts``
+    [count + 1] of each expert's rows -> [T, rows of a weight]. bias: [count, rows of a weight]."""
+    biases = [None] * count if bias is None else list(bias)
+    linears = [
+        make_plain(part, bias)
+        if isinstance(part, Tensor)
+        else make_packed_linear(part, bias, make_plain)
+        for part, bias in zip(split(weight, count), biases, strict=True)
+    ]
+    return partial(_multiply_groups, linears)
+
+
+def _multiply_groups(linears: list[Multiply], x: Tensor, starts: Tensor) -> Tensor:
+    bounds = zip(linears, pairwise(starts.tolist()), strict=True)
+    return torch.cat([linear(x[start:end]) for linear, (start, end) in bounds if start < end])
 
 
 def _make_linear(weight: PackedWeight, bias: Tensor | None) -> Multiply:
