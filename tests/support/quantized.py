@@ -102,6 +102,13 @@ def fp8_tensor(_: str, weight: Tensor) -> Made:
     return tensors, values.float() * scale.float()
 
 
+def _scalars(made: Made) -> Made:
+    """Scales without a dimension, and one of a cache."""
+    tensors, wide = made
+    scalars = {name: each.float().reshape(()) for name, each in tensors.items() if len(each) == 1}
+    return {**tensors, **scalars, "k_scale": torch.ones(())}, wide
+
+
 def fp8_rows(_: str, weight: Tensor) -> Made:
     """A scale for each row."""
     scales = (weight.abs().amax(1, keepdim=True) / 448).float()
@@ -268,6 +275,15 @@ SCHEMES = {
             strategy="tensor",
             dynamic=False,
         ),
+    ),
+    "modelopt": Scheme(
+        lambda name, weight: _scalars(fp8_tensor(name, weight)),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "ignore": ["lm_head"],
+            "producer": {"name": "modelopt", "version": "0.47"},
+        },
     ),
     "ct-fp8-channel-dynamic": Scheme(
         fp8_rows, with_inputs(_FLOAT_ROWS, type="float", strategy="token", dynamic=True)

@@ -149,7 +149,8 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All sizes in bytes. ``free_bytes`` is left of the GPU after loading, None on a CPU.
+    """All sizes in bytes. ``quantization``: what is done at load, or the method of the checkpoint.
+    ``free_bytes`` is left of the GPU after loading, None on a CPU.
 
     ``table_bytes`` are the table of the rotary embedding, ``slot_bytes`` are kept for the slots
     beside the pool, ``step_bytes`` are what a step of ``max_num_tokens``
@@ -247,7 +248,7 @@ def make_plan(
     return MemoryPlan(
         architecture=model.architecture,
         dtype=config.dtype,
-        quantization=config.quantization,
+        quantization=model.quantization.name if model.quantization else config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         max_seq_len=config.seq_len_limit,
         max_num_tokens=config.num_tokens_limit,

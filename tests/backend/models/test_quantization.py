@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -266,6 +268,26 @@ def test_configurations_that_are_refused(
         make_plan(folder, CONFIG)
     assert str(caught.value).startswith("config.json: quantization_config")
     assert message in str(caught.value)
+
+
+def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path, plain: Path) -> None:
+    folder, expected = write_quantized(plain, tmp_path, SCHEMES["modelopt"])
+    shutil.copy(plain / "config.json", folder)
+    with pytest.raises(CheckpointError, match="has no quantization_config"):
+        make_plan(folder, CONFIG)
+    content = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(content))
+    assert difference(folder, expected) < 1e-4
+    content["quantization"]["quant_algo"] = "W4A8_AWQ"
+    (folder / "hf_quant_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"^hf_quant_config\.json: quantization: quant_algo .W4A8_AWQ"):
+        make_plan(folder, CONFIG)
+
+
+def test_what_is_said_of_a_quantised_model(tmp_path: Path, plain: Path) -> None:
+    folder, _ = write_quantized(plain, tmp_path, SCHEMES["awq"])
+    assert make_plan(folder, CONFIG).quantization == "awq"
+    assert Engine.load(folder, CONFIG).dtype_name == "float32 (awq) with float32 KV cache"
 
 
 def test_the_rule_of_a_linear_is_that_which_names_it(tmp_path: Path, plain: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from inflight_backend.errors import CheckpointError
-from inflight_backend.models.checkpoint_files import JsonReader, find_config, list_names
+from inflight_backend.models.checkpoint_files import JsonReader, find_config, find_file, list_names
 from inflight_backend.models.config import (
     AttentionConfig,
     LayerConfig,
@@ -66,7 +66,12 @@ def register_family(architecture: str, *model_types: str) -> Callable[[ReadFamil
 def read_model(folder: Path) -> ModelConfig:
     """The model of a checkpoint's ``config.json``; `CheckpointError` names the key that is missing
     or unsupported."""
-    return read_family(JsonReader.from_file(find_config(folder)))
+    model = read_family(JsonReader.from_file(find_config(folder)))
+    path = find_file(folder, quantization_configs.MODELOPT_FILE)
+    if model.quantization is not None or path is None:
+        return model
+    found = quantization_configs.read_modelopt(JsonReader.from_file(path))
+    return replace(model, quantization=found)
 
 
 def read_family(reader: JsonReader) -> ModelConfig:

@@ -19,6 +19,7 @@ from inflight_backend.models.quantization.keys import (
 from inflight_backend.models.quantization.schemes import Quantization, Rule, Scheme
 
 KEY = "quantization_config"
+MODELOPT_FILE = "hf_quant_config.json"
 
 
 def read_quantization(reader: JsonReader) -> Quantization | None:
@@ -121,10 +122,34 @@ def _read_gptq(reader: JsonReader) -> tuple[Rule, ...]:
     return (Rule(scheme),)
 
 
+def read_modelopt(reader: JsonReader) -> Quantization:
+    """Of the file that ModelOpt writes instead (`MODELOPT_FILE`)."""
+    section = reader.section("quantization")
+    return Quantization("modelopt", _read_modelopt(section))
+
+
+def _read_modelopt(reader: JsonReader) -> tuple[Rule, ...]:
+    """A scale for a tensor, or for each row."""
+    check_keys(
+        reader,
+        *_IGNORED_MODULES,
+        "quant_algo",
+        "kv_cache_quant_algo",
+        "kv_cache_scheme",
+        "exclude_modules",
+        "ignore",
+        "config_groups",
+        "producer",
+    )
+    choose(reader, "quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+    return (Rule(Scheme("float8", 8)),)
+
+
 METHODS: dict[str, Callable[[JsonReader], tuple[Rule, ...]]] = {
     "compressed-tensors": read_compressed_tensors,
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fbgemm_fp8,
+    "modelopt": _read_modelopt,
     "awq": _read_awq,
     "gptq": _read_gptq,
 }
