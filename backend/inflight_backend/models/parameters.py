@@ -8,7 +8,7 @@ loader and ``inflight plan`` both call it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -809,7 +809,8 @@ def check_weights(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> l
     known = PASSED_OVER if config.quantization is not None else ()
     ignored = re.compile("|".join((*_IGNORED, *known, *config.ignored)))
     others = [name for name in headers if name not in wanted and name not in duplicates]
-    if unused := [name for name in others if not ignored.fullmatch(name)]:
+    empty = empty_biases(config, others)
+    if unused := [name for name in others if not ignored.fullmatch(name) and name not in empty]:
         raise CheckpointError(f"{headers[unused[0]].file}: {_list('unused tensor', unused)}")
     for name, each in wanted.items():
         if name in headers:
@@ -818,6 +819,15 @@ def check_weights(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> l
         if name in headers:
             _check_weight(name, wanted[original], headers[name])
     return others
+
+
+def empty_biases(config: ModelConfig, names: Iterable[str]) -> set[str]:
+    """Those of ``names``, which have no use, that must be zeros: GPTQ's writers gave every linear a
+    bias for years."""
+    found = config.quantization
+    if found is None or found.name != "gptq":
+        return set()
+    return {name for name in names if name.removesuffix(".bias") in found.modules}
 
 
 def _check_quantised(config: ModelConfig, sources: Sequence[Source]) -> None:

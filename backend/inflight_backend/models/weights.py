@@ -24,6 +24,7 @@ from inflight_backend.models.parameters import (
     Source,
     check_weights,
     duplicate_names,
+    empty_biases,
     fitted,
 )
 from inflight_backend.models.quantization.forms import PackedWeight, Part, join
@@ -100,6 +101,12 @@ class Checkpoint:
         parts of a multimodal model are left out, and logged."""
         if ignored := check_weights(config, self._headers):
             _logger.info("%d tensors are left out: %s", len(ignored), list_names(ignored))
+        for name in empty_biases(config, ignored):
+            if self._read(name).any():
+                raise CheckpointError(
+                    f"{self._headers[name].file}: {name} is not 0, and {config.architecture} has "
+                    "no bias there"
+                )
         for name, original in duplicate_names(config).items():
             if name in self._headers and not torch.equal(self._read(name), self._read(original)):
                 raise CheckpointError(

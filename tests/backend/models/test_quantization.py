@@ -280,8 +280,22 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path, plain: Path) -
     assert difference(folder, expected) < 1e-4
     content["quantization"]["quant_algo"] = "W4A8_AWQ"
     (folder / "hf_quant_config.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"^hf_quant_config\.json: quantization: quant_algo .W4A8_AWQ"):
+    message = r"^hf_quant_config\.json: quantization: quant_algo 'W4A8_AWQ'"
+    with pytest.raises(CheckpointError, match=message):
         make_plan(folder, CONFIG)
+
+
+def test_biases_that_gptq_writes_for_none(tmp_path: Path) -> None:
+    """Old files have a bias of zeros for each linear; one of other numbers has a meaning."""
+    plain = write_checkpoint(tmp_path / "plain", "llama-mha", **_SIZES)
+    folder, expected = write_quantized(plain, tmp_path, SCHEMES["gptq"])
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.bias"
+    save_file({**weights, name: torch.zeros(192)}, folder / "model.safetensors")
+    assert difference(folder, expected) < 1e-4
+    save_file({**weights, name: torch.ones(192)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape(f"{name} is not 0")):
+        Engine.load(folder, CONFIG)
 
 
 def test_what_is_said_of_a_quantised_model(tmp_path: Path, plain: Path) -> None:

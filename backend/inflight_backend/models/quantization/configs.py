@@ -56,6 +56,7 @@ def _read_fp8(reader: JsonReader) -> tuple[Rule, ...]:
         "fmt",
         "scale_fmt",
         "is_checkpoint_fp8_serialized",
+        "kv_cache_scheme",
         "dequantize",
     )
     if (fmt := reader.text("fmt", default="e4m3")) != "e4m3":
