@@ -105,7 +105,7 @@ class Moe:
             found = found * sorted_weights
         by_token = torch.empty_like(found)
         by_token[order] = found
-        answer = by_token.view(num_tokens, config.top_k, -1).sum(1)
+        answer = by_token.view(num_tokens, config.top_k, x.shape[1]).sum(1)
         if self._shared is None:
             return answer
         shared = self._shared(self._ops.to_activation(x))

@@ -55,6 +55,8 @@ def make_packed_experts(
 
 
 def _multiply_groups(linears: list[Multiply], x: Tensor, starts: Tensor) -> Tensor:
+    if not len(x):  # for the number of columns
+        return linears[0](x)
     bounds = zip(linears, pairwise(starts.tolist()), strict=True)
     return torch.cat([linear(x[start:end]) for linear, (start, end) in bounds if start < end])
 
