@@ -214,8 +214,9 @@ def random_parameters(
         drawn = torch.empty(spec.shape, dtype=dtype, device=device)
         drawn.normal_(1.0 if "norm" in spec.name else 0.0, 0.02, generator=generator)
         if is_fp8 and spec.is_linear:  # as a checkpoint is loaded
-            parameters[spec.name] = allocate(spec, dtype, str(device), is_fp8=True)
-            put_rows(parameters[spec.name], 0, drawn)
+            allocated = allocate(spec, dtype, str(device), is_fp8=True)
+            put_rows(allocated, 0, drawn)
+            parameters[spec.name] = allocated
         else:
             parameters[spec.name] = drawn
     return parameters

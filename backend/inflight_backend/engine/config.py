@@ -159,6 +159,7 @@ def resolve_on_device(
     heads, else torch. `ConfigurationError` for what cannot be run.
     """
     is_cuda = config.device == "cuda"
+    _check_quantised(config, model)
     dtype = config.dtype
     if dtype == "auto":
         dtype = model.dtype if is_cuda else "float32"
@@ -186,6 +187,25 @@ def resolve_on_device(
         max_num_tokens=config.max_num_tokens or default_num_tokens,
         attention_backend=backend,
     )
+
+
+def _check_quantised(config: EngineConfig, model: ModelConfig) -> None:
+    """What a quantised checkpoint does not go with."""
+    if model.quantization is None:
+        return
+    what = f"the checkpoint is quantised ({model.quantization.name})"
+    if config.device == "cuda":
+        raise ConfigurationError(
+            f"{what}, and there are no kernels for it on a GPU yet; use device=cpu, or give an "
+            "unquantised checkpoint"
+        )
+    if config.quantization != "none":
+        raise ConfigurationError(f"{what} already; use quantization=none")
+    if config.deterministic_mode:
+        raise ConfigurationError(
+            f"{what}, whose products depend on the batch; deterministic_mode "
+            "needs an unquantised one"
+        )
 
 
 def _check_fp8_capability(config: EngineConfig, found: tuple[int, int]) -> None:

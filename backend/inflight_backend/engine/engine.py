@@ -184,6 +184,8 @@ class Engine:
         """Type of weights and KV."""
         config = self.config
         weights = "fp8" if config.quantization == "fp8" else config.dtype
+        if (quantized := self.model_config.quantization) is not None:
+            weights = f"{config.dtype} ({quantized.name})"
         kv_cache = "fp8" if config.kv_cache_dtype == "fp8" else config.dtype
         return weights if weights == kv_cache else f"{weights} with {kv_cache} KV cache"
 

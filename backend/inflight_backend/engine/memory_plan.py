@@ -24,7 +24,12 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.checkpoint_files import read_weight_headers
 from inflight_backend.models.config import ModelConfig, state_shapes
 from inflight_backend.models.families.registry import read_model
-from inflight_backend.models.parameters import check_weights, decoder_parameters, fitted
+from inflight_backend.models.parameters import (
+    check_weights,
+    decoder_parameters,
+    fitted,
+    packed_bytes,
+)
 from inflight_scheduler import MAX_STOP_TOKEN_IDS
 from inflight_scheduler.sampling import SETTINGS
 
@@ -144,7 +149,8 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All sizes in bytes. ``free_bytes`` is left of the GPU after loading, None on a CPU.
+    """All sizes in bytes. ``quantization``: what is done at load, or the method of the checkpoint.
+    ``free_bytes`` is left of the GPU after loading, None on a CPU.
 
     ``table_bytes`` are the table of the rotary embedding, ``slot_bytes`` are kept for the slots
     beside the pool, ``step_bytes`` are what a step of ``max_num_tokens``
@@ -242,7 +248,7 @@ def make_plan(
     return MemoryPlan(
         architecture=model.architecture,
         dtype=config.dtype,
-        quantization=config.quantization,
+        quantization=model.quantization.name if model.quantization else config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         max_seq_len=config.seq_len_limit,
         max_num_tokens=config.num_tokens_limit,
@@ -296,7 +302,9 @@ def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of the parameters; in FP8 the linears' take one each, and a scale for each row."""
     num_bytes = 0
     for spec in decoder_parameters(model):
-        if config.quantization == "fp8" and spec.is_linear:
+        if spec.is_packed:
+            num_bytes += packed_bytes(spec, DTYPE_TO_BYTES[config.dtype])
+        elif config.quantization == "fp8" and spec.is_linear:
             num_bytes += prod(spec.shape) + spec.shape[0] * _SCALE_BYTES
         else:
             dtype = "float32" if spec.is_wide else config.dtype

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from inflight_backend.models.quantization.schemes import Quantization
+
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
@@ -317,7 +319,8 @@ class ModelConfig:
     that are computed (``has_sinusoids``); None: without.
     ``embedding_size``: of the table where that differs from ``hidden_size``. ``layer_input_size``:
     of a second embedding of tokens, one for each layer (`blocks.layer_inputs`). ``ignored``:
-    patterns of tensors that have no use here.
+    patterns of tensors that have no use here. ``quantization``: of the checkpoint's linears, if
+    they are quantised.
     """
 
     architecture: str
@@ -342,6 +345,7 @@ class ModelConfig:
     has_head_bias: bool = False
     names: WeightNames = field(default_factory=WeightNames)
     ignored: tuple[str, ...] = ()
+    quantization: Quantization | None = None
 
     @property
     def num_layers(self) -> int:

@@ -36,6 +36,12 @@ from inflight_backend.models.config import (
 )
 from inflight_backend.models.layers import Parameter
 from inflight_backend.models.ops import Ops
+from inflight_backend.models.quantization.forms import JoinedWeight, PackedWeight
+from inflight_backend.models.quantization.linears import (
+    MultiplyGroups,
+    make_packed_experts,
+    make_packed_linear,
+)
 
 
 class Parameters:
@@ -60,10 +66,25 @@ class Parameters:
         assert value is not None, f"no parameter {self._prefix}{name}"
         return value
 
+    def experts(self, name: str, count: int) -> MultiplyGroups:
+        """Linears of ``count`` experts, whose biases are [count, rows] together."""
+        weight = self._values.pop(f"{self._prefix}{name}.weight")
+        bias = self.optional(f"{name}.bias")
+        bias = None if bias is None else bias.view(count, -1)
+        if isinstance(weight, PackedWeight | JoinedWeight):
+            return make_packed_experts(weight, bias, count, self._ops.make_linear)
+        assert isinstance(weight, Tensor), "experts are never FP8"
+        stacked = weight.view(count, -1, weight.shape[-1])
+        multiply = self._ops.grouped_linear
+        return lambda x, starts: multiply(x, stacked, starts, bias)
+
     def linear(self, name: str) -> Linear:
         """A linear with its bias, if it has one."""
         weight = self._values.pop(f"{self._prefix}{name}.weight")
-        return self._ops.make_linear(weight, self.optional(f"{name}.bias"))
+        bias = self.optional(f"{name}.bias")
+        if isinstance(weight, PackedWeight | JoinedWeight):
+            return make_packed_linear(weight, bias, self._ops.make_linear)
+        return self._ops.make_linear(weight, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +342,6 @@ class Decoder:
         return Mlp(config, up, down, activation, self._ops)
 
     def _take_moe(self, given: Parameters, config: MoeConfig) -> Moe:
-        experts, hidden = config.num_experts, self.config.hidden_size
-        gate_up_bias = given.optional("experts.gate_up.bias")
         shared, shared_gate = None, given.optional("shared_gate.weight")
         if config.shared is not None:
             shared = self._take_mlp(given.below("shared."), config.shared)
@@ -331,10 +350,8 @@ class Decoder:
             self._ops.make_head(given.tensor("router.weight").float()),
             given.optional("router.bias"),
             given.optional("router.correction"),
-            given.tensor("experts.gate_up.weight").view(experts, -1, hidden),
-            None if gate_up_bias is None else gate_up_bias.view(experts, -1),
-            given.tensor("experts.down.weight").view(experts, hidden, -1),
-            given.optional("experts.down.bias"),
+            given.experts("experts.gate_up", config.num_experts),
+            given.experts("experts.down", config.num_experts),
             shared,
             None if shared_gate is None else self._ops.make_head(shared_gate),
             self._ops,

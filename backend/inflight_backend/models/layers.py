@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from inflight_backend.log import get_logger
+from inflight_backend.models.quantization.forms import JoinedWeight, PackedWeight
 
 _logger = get_logger(__name__)
 
@@ -41,8 +42,15 @@ class Fp8Weight(NamedTuple):
     dtype: torch.dtype
 
 
-Parameter: TypeAlias = Tensor | Fp8Weight
+Parameter: TypeAlias = Tensor | Fp8Weight | PackedWeight | JoinedWeight
 """A parameter of the decoder as it comes from a checkpoint."""
+
+
+def parameter_tensors(parameter: Parameter) -> list[Tensor]:
+    """What of it takes memory."""
+    if isinstance(parameter, Tensor):
+        return [parameter]
+    return list(parameter.rows) if isinstance(parameter, Fp8Weight) else parameter.tensors
 
 
 class Linear:
@@ -107,7 +115,7 @@ class Fp8Linear:
 
     __slots__ = ("_bias", "_dtype", "_weight")
 
-    def __init__(self, weight: Parameter, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | Fp8Weight, bias: Tensor | None = None) -> None:
         if isinstance(weight, Tensor):
             weight = Fp8Weight(quantize(weight), weight.dtype)
         self._weight, self._dtype = weight

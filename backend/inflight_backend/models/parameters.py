@@ -8,9 +8,10 @@ loader and ``inflight plan`` both call it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from inflight_backend.errors import CheckpointError
@@ -25,11 +26,18 @@ from inflight_backend.models.config import (
     MoeConfig,
     WeightNames,
 )
+from inflight_backend.models.quantization.schemes import Scheme
+from inflight_backend.models.quantization.stored import (
+    PASSED_OVER,
+    Stored,
+    stored_tensors,
+)
 
 if TYPE_CHECKING:  # ``inflight plan`` reads this page without torch
     from torch import Tensor
 
-_DTYPES = ("F32", "F16", "BF16")
+_WEIGHT = ".weight"
+_ORDER_BYTES = 4
 _Shape = tuple[int, ...]
 _Convert = Callable[["Tensor"], "Tensor"]
 
@@ -39,7 +47,8 @@ class Source:
     """A tensor of the checkpoint, the shape it must have there, and what becomes of it.
 
     ``convert`` makes of it a tensor of shape ``result`` (None: of the same shape). ``part``: only
-    these rows of it are read, from the first to the one behind the last.
+    these rows of it are read, from the first to the one behind the last. ``scheme``: of a quantised
+    linear, which has other tensors in its place.
     """
 
     name: str
@@ -47,6 +56,21 @@ class Source:
     convert: _Convert | None = None
     result: _Shape | None = None
     part: tuple[int, int] | None = None
+    scheme: Scheme | None = None
+
+    @property
+    def module(self) -> str:
+        """The linear of the checkpoint that it is the weight of."""
+        return self.name.removesuffix(_WEIGHT)
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        """What the checkpoint has for it, by name."""
+        if self.scheme is None:
+            return {self.name: Stored((self.shape,))}
+        rows, columns = self.shape
+        stored = stored_tensors(self.scheme, rows, columns)
+        return {f"{self.module}.{end}": each for end, each in stored.items()}
 
     @property
     def rows(self) -> int:
@@ -58,19 +82,27 @@ class Source:
 class ParameterSpec:
     """A parameter of the decoder: its sources, concatenated along the first dimension.
 
-    ``is_wide``: kept in float32 whatever the model's dtype is.
+    ``is_wide``: kept in float32 whatever the model's dtype is. ``is_of_experts``: the rows are
+    those of linears of experts, one after the other.
     """
 
     name: str
     sources: tuple[Source, ...]
     is_linear: bool = False
     is_wide: bool = False
+    is_of_experts: bool = False
 
     @property
     def shape(self) -> _Shape:
         """Shape of the whole parameter."""
         first = self.sources[0].result or self.sources[0].shape
         return (sum(source.rows for source in self.sources), *first[1:])
+
+    @property
+    def is_packed(self) -> bool:
+        """True if it stays quantised in memory: where no more is needed than a linear's product."""
+        is_linear = self.is_linear or self.is_of_experts
+        return is_linear and any(source.scheme is not None for source in self.sources)
 
 
 def decoder_parameters(config: ModelConfig) -> list[ParameterSpec]:
@@ -98,7 +130,39 @@ def decoder_parameters(config: ModelConfig) -> list[ParameterSpec]:
         specs.append(_single("head.weight", f"{names.head}.weight", shape))
     if config.has_head_bias:
         specs.append(_single("head.bias", f"{names.head}.bias", (config.vocab_size,)))
-    return specs
+    return specs if config.quantization is None else [_quantised(config, spec) for spec in specs]
+
+
+def _quantised(config: ModelConfig, spec: ParameterSpec) -> ParameterSpec:
+    """``spec`` with the schemes of those sources that the checkpoint has quantised."""
+    assert config.quantization is not None
+    modules = config.quantization.modules
+    sources = tuple(
+        replace(source, scheme=modules[source.module])
+        if source.name.endswith(_WEIGHT) and source.module in modules
+        else source
+        for source in spec.sources
+    )
+    return replace(spec, sources=sources)
+
+
+def packed_bytes(spec: ParameterSpec, dtype_bytes: int) -> int:
+    """Bytes in memory of a parameter with ``is_packed``, in a model whose numbers take
+    ``dtype_bytes``. Neighbours with one input have one order of columns."""
+    columns = spec.shape[1]
+    orders = groupby(
+        source.module.rpartition(".")[0]
+        if source.scheme is not None and source.scheme.has_order
+        else None
+        for source in spec.sources
+    )
+    num_bytes = sum(place is not None for place, _ in orders) * columns * _ORDER_BYTES
+    for source in spec.sources:
+        if source.scheme is None:
+            num_bytes += source.rows * columns * dtype_bytes
+        else:
+            num_bytes += source.scheme.num_bytes(source.rows, columns, dtype_bytes)
+    return num_bytes
 
 
 def duplicate_names(config: ModelConfig) -> dict[str, str]:
@@ -462,8 +526,8 @@ def _experts_each(
         ]
         down.append(Source(f"{place}{names.expert_down}.weight", (hidden, size)))
     return [
-        ParameterSpec(f"{prefix}gate_up.weight", tuple(gate_up)),
-        ParameterSpec(f"{prefix}down.weight", tuple(down)),
+        ParameterSpec(f"{prefix}gate_up.weight", tuple(gate_up), is_of_experts=True),
+        ParameterSpec(f"{prefix}down.weight", tuple(down), is_of_experts=True),
     ]
 
 
@@ -691,6 +755,8 @@ def fitted(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelCon
     """``config`` with the names that the checkpoint has: of a decoder inside a multimodal model, of
     one that was saved without its head, and of experts that are stacked in one tensor."""
     config = replace(config, names=_with_found_place(config.names, headers))
+    if config.quantization is not None:
+        config = replace(config, quantization=config.quantization.found_in(headers))
     sparse = ((index, each.mlp) for index, each in enumerate(config.layers))
     found = next(((index, mlp) for index, mlp in sparse if isinstance(mlp, MoeConfig)), None)
     names = config.names
@@ -723,39 +789,66 @@ def check_weights(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> l
     """`CheckpointError` unless every tensor (by name, of all files) has one use and every use has
     its tensor, but for the tensors that are returned: they belong to other parts of a model, or are
     computed here."""
-    if packed := next((name for name in headers if name.endswith(_QUANTISED)), None):
+    packed = next((name for name in headers if name.endswith(_QUANTISED)), None)
+    if packed is not None and config.quantization is None:
         raise CheckpointError(
-            f"{headers[packed].file}: {packed} is of quantised weights, which are not supported; "
-            "give an unquantised checkpoint"
+            f"{headers[packed].file}: {packed} is of quantised weights, and config.json has no "
+            "quantization_config that says how they are to be read"
         )
     specs = decoder_parameters(config)
-    sources = {source.name: source for spec in specs for source in spec.sources}
-    if missing := [name for name in sources if name not in headers]:
+    sources = [source for spec in specs for source in spec.sources]
+    _check_quantised(config, sources)
+    wanted = {name: each for source in sources for name, each in source.tensors.items()}
+    if missing := [
+        name for name, each in wanted.items() if name not in headers and not each.is_optional
+    ]:
         files = {header.file for header in headers.values()}
         where = files.pop() if len(files) == 1 else INDEX
         raise CheckpointError(f"{where}: {_list('missing tensor', missing)}")
     duplicates = duplicate_names(config)
-    ignored = re.compile("|".join((*_IGNORED, *config.ignored)))
-    others = [name for name in headers if name not in sources and name not in duplicates]
-    if unused := [name for name in others if not ignored.fullmatch(name)]:
+    known = PASSED_OVER if config.quantization is not None else ()
+    ignored = re.compile("|".join((*_IGNORED, *known, *config.ignored)))
+    others = [name for name in headers if name not in wanted and name not in duplicates]
+    empty = empty_biases(config, others)
+    if unused := [name for name in others if not ignored.fullmatch(name) and name not in empty]:
         raise CheckpointError(f"{headers[unused[0]].file}: {_list('unused tensor', unused)}")
-    for source in sources.values():
-        _check_weight(source, headers[source.name])
+    for name, each in wanted.items():
+        if name in headers:
+            _check_weight(name, each, headers[name])
     for name, original in duplicates.items():
         if name in headers:
-            _check_weight(Source(name, sources[original].shape), headers[name])
+            _check_weight(name, wanted[original], headers[name])
     return others
 
 
-def _check_weight(wanted: Source, header: TensorHeader) -> None:
-    if header.shape != wanted.shape:
+def empty_biases(config: ModelConfig, names: Iterable[str]) -> set[str]:
+    """Those of ``names``, which have no use, that must be zeros: GPTQ's writers gave every linear a
+    bias for years."""
+    found = config.quantization
+    if found is None or found.name != "gptq":
+        return set()
+    return {name for name in names if name.removesuffix(".bias") in found.modules}
+
+
+def _check_quantised(config: ModelConfig, sources: Sequence[Source]) -> None:
+    """`CheckpointError` for a quantised linear that is kept in a way that no method writes."""
+    for source in sources:
+        if source.scheme is not None and (config.names.is_transposed or len(source.shape) != 2):
+            raise CheckpointError(
+                f"{source.module} is quantised, which is not supported for linears that "
+                f"{config.architecture} keeps transposed or stacked; give an unquantised checkpoint"
+            )
+
+
+def _check_weight(name: str, wanted: Stored, header: TensorHeader) -> None:
+    if header.shape not in wanted.shapes:
         raise CheckpointError(
-            f"{header.file}: {wanted.name} has shape {list(header.shape)}, "
-            f"config.json asks for {list(wanted.shape)}"
+            f"{header.file}: {name} has shape {list(header.shape)}, "
+            f"config.json asks for {list(wanted.shapes[0])}"
         )
-    if header.dtype not in _DTYPES:
+    if header.dtype not in wanted.dtypes:
         raise CheckpointError(
-            f"{header.file}: {wanted.name} is {header.dtype}, supported are {', '.join(_DTYPES)}"
+            f"{header.file}: {name} is {header.dtype}, supported are {', '.join(wanted.dtypes)}"
         )
 
 

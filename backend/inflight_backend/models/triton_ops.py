@@ -23,7 +23,7 @@ from torch import Tensor
 from triton import knobs
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.layers import Fp8Linear, Linear, Parameter, Quantized
+from inflight_backend.models.layers import Fp8Linear, Fp8Weight, Linear, Quantized
 from inflight_backend.models.ops import TORCH_OPS, Ops
 from inflight_kernels.ops import adjust_logits as adjusting
 from inflight_kernels.ops import ban_tokens as banning
@@ -123,7 +123,7 @@ class TritonFp8Linear(Fp8Linear):
     __slots__ = ("_most_tokens",)
 
     def __init__(
-        self, weight: Parameter, bias: Tensor | None = None, *, is_deterministic: bool
+        self, weight: Tensor | Fp8Weight, bias: Tensor | None = None, *, is_deterministic: bool
     ) -> None:
         super().__init__(weight, bias)
         most = few_tokens(self._weight.values.dtype)

@@ -19,7 +19,17 @@ from inflight_backend.log import get_logger
 from inflight_backend.models.checkpoint_files import list_names, open_weights
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.layers import Fp8Weight, Parameter, Quantized, quantize
-from inflight_backend.models.parameters import ParameterSpec, check_weights, duplicate_names, fitted
+from inflight_backend.models.parameters import (
+    ParameterSpec,
+    Source,
+    check_weights,
+    duplicate_names,
+    empty_biases,
+    fitted,
+)
+from inflight_backend.models.quantization.forms import PackedWeight, Part, join
+from inflight_backend.models.quantization.linears import dequantize
+from inflight_backend.models.quantization.unpacking import unpack
 
 _logger = get_logger(__name__)
 
@@ -31,7 +41,7 @@ _SHARE = 16
 
 def allocate(
     spec: ParameterSpec, dtype: torch.dtype, device: str, *, is_fp8: bool = False
-) -> Parameter:
+) -> Tensor | Fp8Weight:
     """Memory for a parameter, to be filled by `put_rows`; `CheckpointError` if there is none left.
 
     With ``is_fp8`` the weights of linears become an `Fp8Weight`.
@@ -49,7 +59,7 @@ def allocate(
         ) from None
 
 
-def put_rows(parameter: Parameter, row: int, source: Tensor) -> None:
+def put_rows(parameter: Tensor | Fp8Weight, row: int, source: Tensor) -> None:
     """Rows ``source`` [n, ...], any float dtype, to ``row`` and following of ``parameter``."""
     if isinstance(parameter, Tensor):
         parameter[row : row + len(source)].copy_(source)
@@ -91,6 +101,12 @@ class Checkpoint:
         parts of a multimodal model are left out, and logged."""
         if ignored := check_weights(config, self._headers):
             _logger.info("%d tensors are left out: %s", len(ignored), list_names(ignored))
+        for name in empty_biases(config, ignored):
+            if self._read(name).any():
+                raise CheckpointError(
+                    f"{self._headers[name].file}: {name} is not 0, and {config.architecture} has "
+                    "no bias there"
+                )
         for name, original in duplicate_names(config).items():
             if name in self._headers and not torch.equal(self._read(name), self._read(original)):
                 raise CheckpointError(
@@ -112,25 +128,64 @@ class Checkpoint:
         With ``is_fp8`` the weights of linears are quantised on their way, some rows at a time, so
         that the device never holds more than the end state and a part of one tensor.
         """
-        names = {source.name for spec in specs for source in spec.sources}
+        names = {
+            name
+            for spec in specs
+            for source in spec.sources
+            for name in source.tensors
+            if name in self._headers
+        }
         total = sum(self._headers[name].num_bytes for name in names)
         done = 0
         parameters: dict[str, Parameter] = {}
         for spec in specs:
-            parameters[spec.name] = parameter = allocate(spec, dtype, device, is_fp8=is_fp8)
+            parts: list[Part] = []
+            parameter = None
+            if not spec.is_packed:
+                parameter = allocate(spec, dtype, device, is_fp8=is_fp8)
             row = 0
             for source in spec.sources:
-                tensor = self._read(source.name, source.part)
-                put_rows(
-                    parameter, row, tensor if source.convert is None else source.convert(tensor)
-                )
+                if parameter is None:
+                    parts.append(self._part(source, dtype))
+                else:
+                    put_rows(parameter, row, self._plain(source))
                 row += source.rows
-                if source.name in names:  # else counted: some are read for several parameters
-                    names.remove(source.name)
-                    done += self._headers[source.name].num_bytes
-                if on_progress is not None:
-                    on_progress(done, total)
+                for name in source.tensors:
+                    if name in names:  # else counted: some are read for several parameters
+                        names.remove(name)
+                        done += self._headers[name].num_bytes
+                    if on_progress is not None:
+                        on_progress(done, total)
+            parameters[spec.name] = join(parts) if parameter is None else parameter
         return parameters
+
+    def _part(self, source: Source, dtype: torch.dtype) -> Part:
+        """The rows of a quantised linear as memory holds them."""
+        if source.scheme is None:
+            return self._plain(source).to(dtype)
+        packed = self._packed(source, dtype)
+        return packed if source.convert is None else packed.with_rows(source.convert)
+
+    def _plain(self, source: Source) -> Tensor:
+        """The rows of a parameter as numbers, those of a quantised linear widened."""
+        if source.scheme is None:
+            tensor = self._read(source.name, source.part)
+        else:
+            tensor = dequantize(self._packed(source, torch.float32))
+        return tensor if source.convert is None else source.convert(tensor)
+
+    def _packed(self, source: Source, dtype: torch.dtype) -> PackedWeight:
+        assert source.scheme is not None
+        rows, columns = source.shape
+        tensors = {
+            name.removeprefix(f"{source.module}."): self._read(name)
+            for name in source.tensors
+            if name in self._headers
+        }
+        try:
+            return unpack(source.scheme, tensors, (rows, columns), dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{source.module}: {error}") from None
 
     def _read(self, name: str, part: tuple[int, int] | None = None) -> Tensor:
         file = self._headers[name].file

@@ -24,6 +24,7 @@ _SMALL_FILES = (
     "config.json",
     "adapter_config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     INDEX,
     "tokenizer.json",
     "tokenizer_config.json",

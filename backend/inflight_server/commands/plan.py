@@ -114,9 +114,12 @@ def format_size(num_bytes: int) -> str:
 
 
 def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
-    fp8 = " with linears in fp8" if made.quantization == "fp8" else ""
+    linears = "" if made.quantization == "none" else f" with linears in {made.quantization}"
     facts = [
-        ("model", f"{made.architecture}, {made.num_parameters:,} parameters as {made.dtype}{fp8}"),
+        (
+            "model",
+            f"{made.architecture}, {made.num_parameters:,} parameters as {made.dtype}{linears}",
+        ),
         ("weights", f"{format_size(made.weight_bytes)} (files: {format_size(made.file_bytes)})"),
         ("rope table", f"{format_size(made.table_bytes)} ({made.max_seq_len:,} positions)"),
         (

@@ -26,6 +26,12 @@ from inflight_kernels.reference.elementwise import (
     rotate,
     silu_mul,
 )
+from inflight_kernels.reference.quantized import (
+    dequantize,
+    pack_nibbles,
+    quantize_int8,
+    unpack_nibbles,
+)
 from inflight_kernels.reference.sampling import (
     COUNT_UNIT,
     adjust_logits,
@@ -51,6 +57,7 @@ __all__ = [
     "apply_rope",
     "ban_repeated_ngrams",
     "ban_words",
+    "dequantize",
     "draw",
     "filtered",
     "greedy",
@@ -58,9 +65,11 @@ __all__ = [
     "is_drawn",
     "log_probs_of_draws",
     "mask_logits",
+    "pack_nibbles",
     "paged_attention_context",
     "paged_attention_generation",
     "plan_attention",
+    "quantize_int8",
     "rms_norm",
     "rope_angles",
     "rotate",
@@ -68,5 +77,6 @@ __all__ = [
     "sample_with_log_probs",
     "silu_mul",
     "uniform",
+    "unpack_nibbles",
     "write_kv",
 ]

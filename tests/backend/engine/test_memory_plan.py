@@ -33,7 +33,7 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.decoder import Decoder
 from inflight_backend.models.families.registry import read_family, read_model
-from inflight_backend.models.layers import Fp8Weight, Parameter
+from inflight_backend.models.layers import Parameter, parameter_tensors
 from inflight_backend.models.ops import TORCH_OPS
 from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.weights import Checkpoint
@@ -61,7 +61,7 @@ def check_sizes(folder: Path, config: EngineConfig) -> MemoryPlan:
     assert sum(each.nbytes for each in engine._tables.values()) == made.table_bytes
     tensors: list[torch.Tensor] = []
     for parameter in load_parameters(folder, engine.config).values():
-        tensors += parameter.rows if isinstance(parameter, Fp8Weight) else [parameter]
+        tensors += parameter_tensors(parameter)
     assert sum(each.nbytes for each in tensors) == made.weight_bytes
     return made
 

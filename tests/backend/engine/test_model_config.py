@@ -234,7 +234,7 @@ def test_a_family_of_ones_own_reads_its_options() -> None:
         ({"num_attention_heads": 33}, "hidden_size must be a multiple"),
         ({"head_dim": 7}, "head_dim must be even"),
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method is missing"),
         ({"quantization": {"bits": 4}}, "quantization is not supported"),
         ({"compression_config": {"format": "dense"}}, "compression_config is not supported"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),

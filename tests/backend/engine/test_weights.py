@@ -21,7 +21,7 @@ from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.memory_plan import make_plan
 from inflight_backend.errors import CheckpointError
 from inflight_backend.models.families.registry import read_model
-from inflight_backend.models.layers import Fp8Weight, Parameter, quantize
+from inflight_backend.models.layers import Fp8Weight, Parameter, parameter_tensors, quantize
 from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.weights import Checkpoint
 
@@ -279,7 +279,7 @@ def load(folder: Path, *, is_fp8: bool) -> dict[str, Parameter]:
 def num_bytes(parameters: dict[str, Parameter]) -> int:
     tensors: list[Tensor] = []
     for parameter in parameters.values():
-        tensors += parameter.rows if isinstance(parameter, Fp8Weight) else [parameter]
+        tensors += parameter_tensors(parameter)
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -317,6 +317,7 @@ def test_rows_are_those_of_the_whole_weight(wide: Path) -> None:
             assert torch.equal(value.rows.values.float(), expected.values.float()), name
             assert torch.equal(value.rows.scales, expected.scales), name
         else:
+            assert isinstance(value, Tensor)
             assert torch.equal(value, weight)
 
 

@@ -20,6 +20,9 @@ ROUTER_EPS = 1e-6
 
 Linear: TypeAlias = Callable[[Any], Tensor]  # takes the `Activation` of its own `Ops`
 
+GroupedLinear: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Of many experts: rows sorted by expert, and where those of each begin (`grouped_linear`)."""
+
 
 class Mlp:
     """``down(act(gate) * up)``, or ``down(act(up))``: x [T, hidden] -> [T, hidden]."""
@@ -58,23 +61,20 @@ class Moe:
         router: Linear,
         router_bias: Tensor | None,
         correction: Tensor | None,
-        gate_up: Tensor,
-        gate_up_bias: Tensor | None,
-        down: Tensor,
-        down_bias: Tensor | None,
+        gate_up: GroupedLinear,
+        down: GroupedLinear,
         shared: Mlp | None,
         shared_gate: Linear | None,
         ops: Ops,
         router_scale: Tensor | None = None,
         expert_scales: Tensor | None = None,
     ) -> None:
-        """``router`` takes float32, whatever the model's dtype is; ``gate_up`` [E, 2 * size,
-        hidden], ``down`` [E, hidden, size]; ``correction`` and ``expert_scales`` [E];
+        """``router`` takes float32, whatever the model's dtype is; ``gate_up`` and
+        ``down`` are the linears of all experts; ``correction`` and ``expert_scales`` [E];
         ``router_scale`` [hidden]: of what the router reads, normed."""
         self._config, self._ops = config, ops
         self._router, self._router_bias, self._correction = router, router_bias, correction
-        self._gate_up, self._gate_up_bias = gate_up, gate_up_bias
-        self._down, self._down_bias = down, down_bias
+        self._gate_up, self._down = gate_up, down
         self._shared, self._shared_gate = shared, shared_gate
         self._router_scale, self._expert_scales = router_scale, expert_scales
 
@@ -98,14 +98,14 @@ class Moe:
         rows, sorted_weights = x[order // config.top_k], weights.flatten()[order, None].to(x.dtype)
         if config.routing.scales_input:
             rows = rows * sorted_weights
-        inner = self._ops.grouped_linear(rows, self._gate_up, starts, self._gate_up_bias)
+        inner = self._gate_up(rows, starts)
         inner = self._activate(inner)
-        found = self._ops.grouped_linear(inner, self._down, starts, self._down_bias)
+        found = self._down(inner, starts)
         if not config.routing.scales_input:
             found = found * sorted_weights
         by_token = torch.empty_like(found)
         by_token[order] = found
-        answer = by_token.view(num_tokens, config.top_k, -1).sum(1)
+        answer = by_token.view(num_tokens, config.top_k, x.shape[1]).sum(1)
         if self._shared is None:
             return answer
         shared = self._shared(self._ops.to_activation(x))

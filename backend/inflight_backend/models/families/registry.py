@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from inflight_backend.errors import CheckpointError
-from inflight_backend.models.checkpoint_files import JsonReader, find_config, list_names
+from inflight_backend.models.checkpoint_files import JsonReader, find_config, find_file, list_names
 from inflight_backend.models.config import (
     AttentionConfig,
     LayerConfig,
@@ -21,10 +21,11 @@ from inflight_backend.models.config import (
     WeightNames,
 )
 from inflight_backend.models.families.rope import read_rope
+from inflight_backend.models.quantization import configs as quantization_configs
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# As transformers, MLX and the first compressed-tensors call it.
-_QUANTIZATION_KEYS = ("quantization_config", "quantization", "compression_config")
+# As MLX and the first compressed-tensors call it; transformers' key is read.
+_UNREAD_QUANTIZATION = ("quantization", "compression_config")
 _ACTIVATIONS = (
     "silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_tanh", "gelu_pytorch_tanh", "relu",
     "relu2",
@@ -65,7 +66,12 @@ def register_family(architecture: str, *model_types: str) -> Callable[[ReadFamil
 def read_model(folder: Path) -> ModelConfig:
     """The model of a checkpoint's ``config.json``; `CheckpointError` names the key that is missing
     or unsupported."""
-    return read_family(JsonReader.from_file(find_config(folder)))
+    model = read_family(JsonReader.from_file(find_config(folder)))
+    path = find_file(folder, quantization_configs.MODELOPT_FILE)
+    if model.quantization is not None or path is None:
+        return model
+    found = quantization_configs.read_modelopt(JsonReader.from_file(path))
+    return replace(model, quantization=found)
 
 
 def read_family(reader: JsonReader) -> ModelConfig:
@@ -81,7 +87,8 @@ def read_family(reader: JsonReader) -> ModelConfig:
         wanted = " or ".join(map(repr, family.model_types))
         reader.fail("model_type", f"{found!r} is not that of {names[0]}, which is {wanted}")
     _refuse_unsupported(reader)
-    return replace(family.read(reader), architecture=names[0])
+    model = _with_quantization(family.read(reader), reader)
+    return replace(model, architecture=names[0])
 
 
 def read_by_type(reader: JsonReader, model_type: str) -> ModelConfig:
@@ -90,8 +97,13 @@ def read_by_type(reader: JsonReader, model_type: str) -> ModelConfig:
     _refuse_unsupported(reader)
     for family in FAMILIES.values():
         if model_type in family.model_types:
-            return family.read(reader)
+            return _with_quantization(family.read(reader), reader)
     reader.fail("model_type", f"{model_type!r} is not supported")
+
+
+def _with_quantization(model: ModelConfig, reader: JsonReader) -> ModelConfig:
+    found = quantization_configs.read_quantization(reader)
+    return model if found is None else replace(model, quantization=found)
 
 
 def _refuse_architecture(reader: JsonReader, name: str) -> NoReturn:
@@ -228,9 +240,9 @@ def _read_head_dim(
 
 
 def _refuse_unsupported(reader: JsonReader) -> None:
-    for key in _QUANTIZATION_KEYS:
+    for key in _UNREAD_QUANTIZATION:
         if key in reader:
-            reader.fail(key, "is not supported; give an unquantised checkpoint")
+            reader.fail(key, f"is not supported; supported: {quantization_configs.KEY}")
     if not reader.boolean("is_causal", default=True):
         reader.fail("is_causal", "false is not supported: a token sees those before it only")
     if "transformers_weights" in reader:

@@ -1,0 +1,37 @@
+"""What the readers of all methods do with keys."""
+
+from __future__ import annotations
+
+from inflight_backend.models.checkpoint_files import JsonReader
+
+
+def check_keys(reader: JsonReader, *known: str) -> None:
+    """`CheckpointError` for a key that is not ``known`` and has a value."""
+    for key in reader:
+        if key not in known:
+            reader.fail(key, f"is not supported; supported: {', '.join(known)}")
+
+
+def choose(reader: JsonReader, key: str, *choices: str, default: str | None = None) -> str:
+    """The text of ``key``, one of ``choices``."""
+    found = reader.text(key) if default is None else reader.text(key, default=default)
+    if found not in choices:
+        reader.fail(key, f"{found!r} is not supported; supported: {', '.join(choices)}")
+    return found
+
+
+def choose_number(reader: JsonReader, key: str, *choices: int) -> int:
+    """The integer of ``key``, one of ``choices``."""
+    found = reader.integer(key)
+    if found not in choices:
+        supported = ", ".join(map(str, choices))
+        reader.fail(key, f"{found} is not supported; supported: {supported}")
+    return found
+
+
+def group_size(reader: JsonReader) -> int | None:
+    """``group_size``; -1, or none at all, is one group: None."""
+    size = reader.integer("group_size", default=-1, minimum=-1)
+    if size == 0:
+        reader.fail("group_size", "must be -1 or above 0, not 0")
+    return None if size < 0 else size

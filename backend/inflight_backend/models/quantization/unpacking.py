@@ -1,0 +1,154 @@
+"""Makes a `PackedWeight` of the tensors that a file has of a linear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from inflight_backend.models.quantization.forms import PackedWeight
+from inflight_backend.models.quantization.schemes import Scheme
+from inflight_kernels import reference
+
+
+def unpack(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    """``tensors`` by the ends of their names (`stored`), for a weight of ``shape`` in a model of
+    ``dtype``; `CheckpointError` says what numbers cannot be."""
+    return _LAYOUTS[scheme.layout](scheme, tensors, shape, dtype)
+
+
+def _float8(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    rows, columns = shape
+    scales = tensors[scheme.scales].float()
+    if scheme.group_size is None:
+        scales = _row_scales(scales, rows)
+    else:
+        scales = scales.repeat_interleave(scheme.block_rows, dim=0)[:rows]
+    group_size = scheme.group_size or columns
+    return PackedWeight(tensors["weight"], scales.contiguous(), None, None, group_size, dtype)
+
+
+def _int8(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    rows, columns = shape
+    scales, zeros = (
+        None if each is None else _row_scales(each, rows).to(dtype)
+        for each in (tensors["weight_scale"], tensors.get("weight_zero_point"))
+    )
+    assert scales is not None
+    group_size = scheme.group_size or columns
+    return PackedWeight(
+        tensors["weight"], scales, zeros, None, group_size, dtype, scheme.quantizes_input
+    )
+
+
+def _packed(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    rows, columns = shape
+    values = unpack_words(tensors["weight_packed"], scheme.bits)[:, :columns]
+    zeros = None
+    if not scheme.is_symmetric:
+        zeros = unpack_words(tensors["weight_zero_point"].t(), scheme.bits).t()[:rows]
+    scales = _row_scales(tensors["weight_scale"], rows)
+    return _integers(scheme, values, scales, zeros, tensors.get("weight_g_idx"), dtype)
+
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Output ``8 j + i`` lies at bit ``4 * _AWQ_ORDER[i]`` of word ``j``."""
+
+
+def _awq(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    values, zeros = (
+        unpack_words(tensors[name], scheme.bits, _AWQ_ORDER)[:, : shape[0]].t()
+        for name in ("qweight", "qzeros")
+    )
+    return _integers(scheme, values, tensors["scales"].t(), zeros, None, dtype)
+
+
+def _gptq(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    rows, columns = shape
+    values = unpack_words(tensors["qweight"].t(), scheme.bits)[:, :columns]
+    zeros = unpack_words(tensors["qzeros"], scheme.bits)[:, :rows].t()
+    middle = 2 ** (scheme.bits - 1)
+    # Files exist that say v1 and hold the zeros of v2: of a symmetric one both are known.
+    is_middle = scheme.is_symmetric and bool(((zeros == middle) | (zeros == middle - 1)).all())
+    return _integers(
+        scheme,
+        values,
+        tensors["scales"].t(),
+        None if is_middle else zeros + scheme.zero_offset,
+        tensors.get("g_idx"),
+        dtype,
+    )
+
+
+def _integers(
+    scheme: Scheme,
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    groups: Tensor | None,
+    dtype: torch.dtype,
+) -> PackedWeight:
+    """values [rows, columns] and zeros [rows, groups] are integers from 0, of either 4 or 8 bits,
+    without zeros the middle one; ``groups`` [columns]: of each column, None if they follow one
+    another."""
+    columns = values.shape[1]
+    group_size = scheme.group_size or columns
+    order = None if groups is None else _order(groups, group_size)
+    if order is not None:
+        values = values.index_select(1, order)
+    scales = scales.to(dtype).contiguous()
+    middle = 2 ** (scheme.bits - 1)
+    if scheme.bits == 4:
+        if zeros is None:
+            zeros = torch.full_like(scales, middle)
+        values = reference.pack_nibbles(values)
+    else:
+        values = (values.to(torch.int16) - middle).to(torch.int8).contiguous()
+        if zeros is not None:
+            zeros = zeros.to(torch.int16) - middle
+    if zeros is not None:
+        zeros = zeros.to(dtype).contiguous()
+    return PackedWeight(values, scales, zeros, order, group_size, dtype, scheme.quantizes_input)
+
+
+def _order(groups: Tensor, group_size: int) -> Tensor | None:
+    """The columns sorted by their groups; None if they are."""
+    expected = torch.arange(len(groups), device=groups.device) // group_size
+    if torch.equal(groups.long(), expected):
+        return None
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups.long()[order], expected):
+        raise ValueError(f"its columns are not in groups of {group_size} (g_idx)")
+    return order.to(torch.int32)
+
+
+def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """int32 [rows, n] -> uint8 [rows, n * 32 / bits]: the numbers of each word, the low bits first;
+    with ``order`` number ``i`` of a word is at bit ``bits * order[i]``."""
+    places = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
+    numbers = (words[..., None] >> places) & (2**bits - 1)
+    unpacked: Tensor = numbers.to(torch.uint8).flatten(-2)
+    return unpacked
+
+
+def _row_scales(scales: Tensor, rows: int) -> Tensor:
+    """[rows, groups], of one number too."""
+    if scales.dim() == 2 and len(scales) == rows:
+        return scales
+    return scales.reshape(-1, 1).expand(rows, 1).contiguous()
+
+
+_LAYOUTS = {"float8": _float8, "int8": _int8, "packed": _packed, "awq": _awq, "gptq": _gptq}
