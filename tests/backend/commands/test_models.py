@@ -13,5 +13,5 @@ from inflight_server.commands.models import models
 def test_every_family_is_listed() -> None:
     lines = run(models).stdout.splitlines()
     assert [line.split()[0] for line in lines] == sorted(FAMILIES)
-    assert ["LlamaForCausalLM", "llama"] in [line.split() for line in lines]
-    assert json.loads(run(models, "--json").stdout)["LlamaForCausalLM"] == "llama"
+    assert ["Qwen3ForCausalLM", "qwen3"] in [line.split() for line in lines]
+    assert json.loads(run(models, "--json").stdout)["Qwen3ForCausalLM"] == "qwen3"

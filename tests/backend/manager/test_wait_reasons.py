@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from functools import partial
-from itertools import groupby
+from itertools import dropwhile, groupby
 from typing import Any
 
 import pytest
@@ -52,7 +52,7 @@ def ask_all(
     params: TrtGptModelOptionalParams | None = None,
     **engine: Any,
 ) -> dict[int, list[dict[str, Any]]]:
-    """The answers to every question, by request."""
+    """The answers to every question from when a request is taken, by request."""
     recorder = Curious()
     options = params or TrtGptModelOptionalParams(max_batch_size=8)
     with running(recorder, CountingEngine(**engine), policy, params=options) as manager:
@@ -60,7 +60,10 @@ def ask_all(
         recorder.answers = {each.request_id: [] for each in requests}
         recorder.pending += requests
         recorder.wait_for_finals(*recorder.answers)
-    return recorder.answers
+    return {
+        number: list(dropwhile(lambda answer: answer["state"] == "not in flight", answers))
+        for number, answers in recorder.answers.items()
+    }
 
 
 def states(answers: list[dict[str, Any]]) -> list[str]:

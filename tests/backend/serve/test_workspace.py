@@ -125,11 +125,12 @@ def test_regions_whose_folder_has_gone_before_them(state: str) -> None:
     region = Path("/dev/shm") / f"{prefix}a_b0c1d22e0b-76c3-{os.getpid()}"
     region.write_bytes(b"x" * mmap.PAGESIZE)
     age = 60 if state == "young" else 7200
-    os.utime(region, (time.time() - age, time.time() - age))
     try:
         with region.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
             if state != "mapped":
                 mapping.close()
+            # Not before: a server that another test starts would remove it.
+            os.utime(region, (time.time() - age, time.time() - age))
             clean_stale()
             assert region.exists() == (state != "left")
     finally:
