@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from inflight_backend.errors import CheckpointError
 from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.config import ModelConfig, NormConfig, WeightNames
 from inflight_backend.models.families.registry import (
@@ -222,6 +223,22 @@ def exaone4(reader: JsonReader) -> ModelConfig:
     return replace(without_rope_outside_windows(reader, model), block="post")
 
 
+_GLM_NAMES = WeightNames(gate_up="gate_up_proj")
+
+
+@register_family("GlmForCausalLM", "glm")
+def glm(reader: JsonReader) -> ModelConfig:
+    """Biases on query, key and value."""
+    model = read_plain(reader, names=_GLM_NAMES, is_interleaved=True, is_partial=True)
+    return model.with_attention(lambda *_: {"has_output_bias": False})
+
+
+@register_family("Glm4ForCausalLM", "glm4")
+def glm4(reader: JsonReader) -> ModelConfig:
+    """Norms before and behind both branches."""
+    return replace(glm(reader), block="sandwich")
+
+
 def without_rope_outside_windows(reader: JsonReader, model: ModelConfig) -> ModelConfig:
     """``model`` with the windows of ``layer_types`` or of a pattern such as "LLLG"; if there are
     any, the layers without do not turn."""
@@ -245,6 +262,6 @@ def _pattern(reader: JsonReader) -> list[str]:
     try:
         every = reader.integer(key)
         return ["sliding_attention"] * (every - 1) + ["full_attention"]
-    except Exception:
+    except CheckpointError:
         kinds = {"L": "sliding_attention", "G": "full_attention"}
         return [kinds[letter] for letter in reader.text(key)]
