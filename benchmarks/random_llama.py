@@ -1,4 +1,4 @@
-"""A checkpoint of any size to measure with: a Llama with random weights, the same every time."""
+"""A checkpoint of any size to measure with: random weights, the same every time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import torch
 
 
 def random_llama(vocab_size: int, **shape: int) -> Any:
+    """A Llama: see `random_model`."""
+    return random_model("llama", vocab_size, **shape)
+
+
+def random_model(model_type: str, vocab_size: int, **shape: int) -> Any:
     """transformers' model, without tokens of a beginning or an end; ``shape`` as its config has
     it."""
     import transformers
@@ -15,14 +20,15 @@ def random_llama(vocab_size: int, **shape: int) -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = transformers.AutoConfig.for_model(
+        model_type,
         vocab_size=vocab_size,
         max_position_embeddings=2048,
         bos_token_id=None,
         eos_token_id=None,
         **shape,
     )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def num_parameters(model: Any) -> int:

@@ -7,7 +7,7 @@ iteration, as in the published Python scheduler of TensorRT-LLM. No engine: toke
 Times are processor time of the thread. On a shared machine other work takes caches and memory away,
 which can only add time: all cases are measured ``--repeats`` times in turn, and of each the repeat
 with the least median counts; the medians of all are in the result, and the load average (processes
-that wanted a core).
+that wanted a core). Python's collections of garbage are not part of it.
 
 The load is steady: ``--active`` requests in the generation phase, each with 256 new tokens, at
 evenly spread ages, so one in 256 finishes in every iteration and as many arrive. Prompts have 97
@@ -136,7 +136,9 @@ def measure(case: Case, num_iterations: int) -> dict[str, Any]:
     for _ in range(20 if case.pool == 1.0 else MAX_NEW):
         load.iterate()
     load.num_paused = 0
+    gc.disable()  # a pass of 1 to 3 ms, now and then, is of what the process holds in all
     samples = [load.iterate() for _ in range(num_iterations)]
+    gc.enable()
     totals = sorted(sum(sample) * 1e6 for sample in samples)
     parts = [statistics.median(part) * 1e6 for part in zip(*samples, strict=True)]
     return {

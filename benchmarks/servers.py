@@ -8,6 +8,14 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support.plain_triton import repository_server
-from support.server_process import HOST, ServeProcess, start_serve
+from support.router_process import RouterProcess
+from support.server_process import HOST, ServeProcess, free_ports, start_serve
 
-__all__ = ["HOST", "ServeProcess", "repository_server", "start_serve"]
+__all__ = [
+    "HOST",
+    "RouterProcess",
+    "ServeProcess",
+    "free_ports",
+    "repository_server",
+    "start_serve",
+]

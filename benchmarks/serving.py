@@ -2,8 +2,9 @@
 
 For each number of streams: tokens per second, time to the first token, gaps between responses
 (p50, p99), tokens per response, and the ratio to the engine alone (no Triton, the callbacks of
-`GptManager` only). Rounds are interleaved. The client (`load.py`) shares the
-cores with the server.
+`GptManager` only); through Triton's HTTP and through OpenAI's API, with the processor time of its
+front, as cores at 5,000 tokens per second. Rounds are interleaved. The client (`load.py`) shares
+the cores with the server.
 
     python benchmarks/serving.py --streams 1 8 64 256 --tokens 256 --rounds 3
 """
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -32,14 +34,17 @@ from inflight_backend import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
+from inflight_client.terminal.load import Round, Trace
 from inflight_server.serve.settings import DEMO_MODEL
-from load import Round, Trace, run_streams
+from load import run_completions, run_streams
 from report import describe_run, write_result
-from servers import start_serve
+from servers import free_ports, start_serve
 
 ROOT = Path(__file__).resolve().parents[1]
 POOL_TOKENS = 131_072
 PROMPT = "1 2 3 4"
+FRONT_RATE = 5000
+"""Tokens per second for which the cores of the front are told."""
 
 
 class EngineAlone:
@@ -106,8 +111,12 @@ class Served:
     def __init__(self, prompt_ids: Sequence[int], max_batch_size: int, scratch: Path) -> None:
         self._prompt_ids = list(prompt_ids)
         settings = {"max_batch_size": max_batch_size, "max_tokens_in_paged_kv_cache": POOL_TOKENS}
-        self._server = start_serve(scratch, settings=settings)
+        [self._openai_port] = free_ports(1)
+        options = [f"--openai-port={self._openai_port}"]
+        self._server = start_serve(scratch, settings=settings, options=options)
         self._server.wait_until_printed("inflight is ready")
+        processes = psutil.Process(self._server.process.pid).children()
+        [self._front] = [each for each in processes if "openai" in each.cmdline()]
 
     def run(self, num_streams: int, num_tokens: int) -> Round:
         """All streams at once, each on its own connection."""
@@ -118,6 +127,19 @@ class Served:
             "streaming": True,
         }
         return asyncio.run(run_streams(self._server.http_port, num_streams, values))
+
+    def run_openai(self, num_streams: int, num_tokens: int) -> tuple[Round, float]:
+        """The same through OpenAI's API; with the seconds of processor time of the front."""
+        values = {
+            "model": "demo_model",
+            "prompt": self._prompt_ids,
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+        }
+        before = self._front.cpu_times()
+        done = asyncio.run(run_completions(self._openai_port, num_streams, values))
+        after = self._front.cpu_times()
+        return done, after.user + after.system - before.user - before.system
 
     def close(self) -> None:
         """Stop the server."""
@@ -158,6 +180,25 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def _openai_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="The same through OpenAI's API")
+    columns = ("streams", "tok/s", "/ engine", "first p50 ms", "gap p50 ms", "gap p99 ms")
+    for column in (*columns, f"front: cores at {FRONT_RATE:,} tok/s"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        openai = row["openai"]
+        table.add_row(
+            str(row["streams"]),
+            f"{openai['tokens_per_second']:,.0f}",
+            f"{row['openai_ratio']:.2f}",
+            f"{openai['first_token_ms_p50']:.1f}",
+            f"{openai['gap_ms_p50']:.1f}",
+            f"{openai['gap_ms_p99']:.1f}",
+            f"{row['front_cores']:.2f}",
+        )
+    return table
+
+
 def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -174,14 +215,28 @@ def main() -> None:
     try:
         for num_streams in args.streams:
             rounds = [
-                (alone.run(num_streams, args.tokens), served.run(num_streams, args.tokens))
+                (
+                    alone.run(num_streams, args.tokens),
+                    served.run(num_streams, args.tokens),
+                    served.run_openai(num_streams, args.tokens),
+                )
                 for _ in range(args.rounds + 1)
             ][1:]  # the first round warms up
             engine = _median([r[0] for r in rounds])
             through = _median([r[1] for r in rounds])
-            ratio = through["tokens_per_second"] / engine["tokens_per_second"]
+            openai = _median([r[2][0] for r in rounds])
+            seconds = statistics.median(r[2][1] for r in rounds)
+            speed = engine["tokens_per_second"]
             rows.append(
-                {"streams": num_streams, "engine": engine, "served": through, "ratio": ratio}
+                {
+                    "streams": num_streams,
+                    "engine": engine,
+                    "served": through,
+                    "ratio": through["tokens_per_second"] / speed,
+                    "openai": openai,
+                    "openai_ratio": openai["tokens_per_second"] / speed,
+                    "front_cores": FRONT_RATE * seconds / (num_streams * args.tokens),
+                }
             )
     finally:
         served.close()
@@ -189,7 +244,7 @@ def main() -> None:
         alone.close()
     result = describe_run("torch", "numpy", "nvidia-pytriton", "tritonclient")
     result |= {"tokens_per_stream": args.tokens, "rounds": args.rounds, "rows": rows}
-    Console().print(_table(rows))
+    Console().print(_table(rows), _openai_table(rows))
     print("written to", write_result("serving", result, args.output).name)
 
 

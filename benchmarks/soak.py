@@ -32,20 +32,23 @@ import grpc
 
 from report import describe_run, write_result
 from soak_parts import judge, quiet
+from soak_parts.checkpoints import KINDS
 from soak_parts.judge import Samples
 from soak_parts.quiet import Asker
 from soak_parts.server import (
     LAUNCHER,
     MODEL,
+    OPENAI_MODEL,
     TRITONSERVER,
     Footprint,
     Served,
     judge_stop,
     repairs,
 )
-from soak_parts.traffic import NotAnswered, Tally, Traffic
+from soak_parts.traffic import NotAnswered, OpenAIAddress, Tally, Traffic
 
-POLICIES = ("guaranteed_no_evict", "max_utilization")
+POLICIES = {"guaranteed_no_evict": "experts", "max_utilization": "windows"}
+"""And the kind of model that is served with each."""
 NUM_WORKERS = 40
 # 24 of the 40 requests may be active; the pool holds a quarter of what those can need.
 SETTINGS: dict[str, Any] = {
@@ -57,6 +60,7 @@ SETTINGS: dict[str, Any] = {
     "enable_chunked_context": "true",
     "stall_seconds": 30,
     "logits_processors": quiet.PROCESSOR,
+    "lora_cache_host_memory_bytes": 1_000_000,
 }
 # The recorder keeps 8,192 iterations; when it has filled that four times, malloc has found the
 # places for it, too. What malloc keeps between the matrix products that torch compiles for a CPU
@@ -105,12 +109,15 @@ class Findings:
 class PolicySoak:
     """One policy: warm-up, steady load, quiet, kills, quiet, stop."""
 
-    def __init__(self, policy: str, seconds: float, kills: Iterator[Kill], seed: int) -> None:
-        self._policy = policy
+    def __init__(
+        self, policy: str, model: str, seconds: float, kills: Iterator[Kill], seed: int
+    ) -> None:
+        self._policy, self._model = policy, model
         self._seconds = seconds
         self._kills = kills
         self._seeds = itertools.count(1000 * seed)
-        self._served = Served({**SETTINGS, "batch_scheduler_policy": policy})
+        self._kind = KINDS[model]
+        self._served = Served({**SETTINGS, "batch_scheduler_policy": policy}, self._kind)
         self._findings = Findings()
         self._kill_seconds = max((1 - _LOAD) * seconds, _MIN_KILL_SECONDS)
         self._questions = Tally()  # and whatever else is asked beside the traffic
@@ -167,6 +174,7 @@ class PolicySoak:
         finals = self._questions.to_json()["finals_per_request_read_to_its_end"]
         return {
             "policy": self._policy,
+            "model": self._model,
             "load_average": judge.loads(findings.load_averages),
             "load": {"seconds": round(warm_up.seconds + steady.seconds), **calm.to_json()},
             "kills": disturbed.to_json(),
@@ -192,7 +200,14 @@ class PolicySoak:
         return report
 
     def _traffic(self, tally: Tally) -> Traffic:
-        traffic = Traffic(self._served.grpc_url, self._served.http_port, next(self._seeds))
+        served = self._served
+        traffic = Traffic(
+            served.grpc_url,
+            served.http_port,
+            OpenAIAddress(served.openai_port, OPENAI_MODEL),
+            next(self._seeds),
+            has_beams=self._kind.has_beams,
+        )
         traffic.tally = tally
         return traffic
 
@@ -313,7 +328,8 @@ def main() -> int:
     """Run the soak and write its report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=2.0, help="of load, over both policies")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--model", choices=KINDS, help="default: another one for each policy")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--note", default="", help="put into the report: what else the machine did")
     parser.add_argument("-o", "--output", type=Path, help="default: results/soak.json")
@@ -328,7 +344,8 @@ def main() -> int:
     result["max_slope_mb_per_hour"] = judge.MAX_MB_PER_HOUR
     result["max_bytes_per_request"] = judge.MAX_BYTES_PER_REQUEST
     result["policies"] = [
-        asyncio.run(_soak(policy, seconds, kills, options.seed)) for policy in options.policies
+        asyncio.run(_soak(policy, options.model or POLICIES[policy], seconds, kills, options.seed))
+        for policy in options.policies
     ]
     result["failures"] = [failure for part in result["policies"] for failure in part["failures"]]
     path = write_result("soak", result, options.output)
@@ -343,10 +360,12 @@ def _is_warm(began: float, asker: Asker) -> bool:
     return is_full and time.monotonic() - began > _SETTLED_SECONDS
 
 
-async def _soak(policy: str, seconds: float, kills: Iterator[Kill], seed: int) -> dict[str, Any]:
+async def _soak(
+    policy: str, model: str, seconds: float, kills: Iterator[Kill], seed: int
+) -> dict[str, Any]:
     soak = None
     try:
-        soak = PolicySoak(policy, seconds, kills, seed)
+        soak = PolicySoak(policy, model, seconds, kills, seed)
         part = await soak.run()
     except Exception as error:  # what the other policy shows must not be lost
         traceback.print_exc()

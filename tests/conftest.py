@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -19,6 +20,10 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the servers: they share the cores
+
+# A shell's background jobs ignore Ctrl-C, and whatever they start does too: tests of it would wait.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The largest pieces of work: with several processes they start first, so that no process waits for
 # another's at the end.

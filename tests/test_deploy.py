@@ -4,6 +4,7 @@ their specifications, and name files, options and metrics that exist."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,15 +17,20 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from support.promql import FAMILY_TO_LABELS, check, selectors_of
+from support import load_tools
+from support.promql import check, selectors_of
 from typer.main import get_command
 from write_operations_docs import RULES, rules
 
 from inflight_openai.command import openai
+from inflight_protocol import HISTOGRAMS, METRICS
 from inflight_server.commands.serve import serve
+from inflight_server.commands.worker import worker
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE_FILE = ROOT / "docker-compose.yml"
+REPLICAS_FILE = ROOT / "deploy/replicas/docker-compose.yml"
+KUBERNETES = ROOT / "deploy/kubernetes"
 DASHBOARD_FILE = ROOT / "deploy/grafana/dashboards/inflight.json"
 DATASOURCE_FILE = ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml"
 PROVIDER_FILE = ROOT / "deploy/grafana/provisioning/dashboards/inflight.yml"
@@ -57,23 +63,23 @@ def settings_of(command: Callable[..., None], arguments: list[str]) -> dict[str,
     return get_command(own).make_context("inflight", arguments).params
 
 
-def test_the_file_follows_the_compose_specification() -> None:
+def test_the_files_follow_the_compose_specification() -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    result = subprocess.run(
-        [*command, str(COMPOSE_FILE)], capture_output=True, text=True, check=False
-    )
+    files = [str(COMPOSE_FILE), str(REPLICAS_FILE)]
+    result = subprocess.run([*command, *files], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_images_are_pinned_and_ports_are_published_on_loop_back_only(
     services: dict[str, Any],
 ) -> None:
-    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
-    images = re.findall(r"^FROM (\S+)$", dockerfile, re.MULTILINE)
-    assert images
-    for name, service in services.items():
+    dockerfiles = [ROOT / "deploy/Dockerfile", REPLICAS_FILE.with_name("Dockerfile")]
+    texts = [path.read_text() for path in dockerfiles]
+    images = [image for text in texts for image in re.findall(r"(?m)^FROM (\S+)$", text)]
+    assert len(images) == 2
+    for name, service in (*services.items(), *read_yaml(REPLICAS_FILE)["services"].items()):
         images.append(service["image"])
-        for port in service["ports"]:
+        for port in service.get("ports", ()):
             assert port.startswith("127.0.0.1:"), f"{name} publishes {port} to the network"
     for image in images:
         assert re.search(r":v?\d+\.\d+[^:]*$", image), f"{image} has no version"
@@ -163,6 +169,92 @@ def test_the_pod_of_the_operations_page_is_what_compose_runs(services: dict[str,
     assert "livenessProbe" not in container
 
 
+def objects(name: str) -> dict[str, Any]:
+    """The objects of a manifest by kind."""
+    text = (KUBERNETES / name).read_text(encoding="utf-8")
+    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+
+def test_replicas_are_the_server_of_the_other_file(services: dict[str, Any]) -> None:
+    """Three of them, each with a GPU of its own, and the router knows them all."""
+    replicas = read_yaml(REPLICAS_FILE)["services"]
+    router, triton = replicas.pop("router"), services["triton"]
+    devices = []
+    for service in replicas.values():
+        [device] = service["deploy"]["resources"]["reservations"]["devices"]
+        devices += device["device_ids"]
+        for key in ("image", "stop_grace_period", "volumes", "shm_size"):
+            assert service[key] == triton[key], key
+        here, there = (settings_of(serve, each["command"][2:]) for each in (service, triton))
+        assert here == there | {"openai_port": 9000}  # which is another service there
+        assert f":{settings_of(serve, service['command'][2:])['openai_port']}/health" in str(
+            service["healthcheck"]
+        )
+        assert (REPLICAS_FILE.parent / service["build"]["context"]).resolve() == ROOT
+    assert devices == ["0", "1", "2"]
+    urls = [argument for argument in router["command"] if argument.startswith("http://")]
+    assert urls == [f"http://{name}:9000" for name in replicas]
+    assert set(router["depends_on"]) == set(replicas)
+
+
+def test_the_pods_are_that_of_the_operations_page_and_gateways_find_them() -> None:
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    expected = yaml.safe_load(text)["spec"]["template"]["spec"]
+    template = objects("servers.yml")["Deployment"]["spec"]["template"]
+    [container], [other] = template["spec"].pop("containers"), expected.pop("containers")
+    assert template["spec"] == expected
+    health = {"path": "/health", "port": 9000}
+    for probe in ("startupProbe", "readinessProbe"):
+        assert container.pop(probe)["httpGet"] == health
+        del other[probe]
+    for each in (container, other):
+        del each["name"], each["ports"]
+    assert container == other
+    router, gateway = objects("router.yml"), objects("gateway.yml")
+    labels = template["metadata"]["labels"]
+    [pod] = router["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert pod["image"] == read_yaml(REPLICAS_FILE)["services"]["router"]["image"]
+    assert f"app={labels['app']}" in pod["args"]
+    pool = gateway["InferencePool"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert pool["spec"]["targetPorts"] == [{"number": 9000}]
+    [rule] = gateway["HTTPRoute"]["spec"]["rules"]
+    assert [each["name"] for each in rule["backendRefs"]] == [pool["metadata"]["name"]]
+    account = router["ServiceAccount"]["metadata"]["name"]
+    assert router["Deployment"]["spec"]["template"]["spec"]["serviceAccountName"] == account
+    assert [each["name"] for each in router["RoleBinding"]["subjects"]] == [account]
+
+
+@pytest.mark.slow
+def test_the_router_takes_its_options() -> None:
+    """Of the version whose image it is."""
+    [version] = re.findall(r"==([0-9.]+)", REPLICAS_FILE.with_name("Dockerfile").read_text())
+    assert (load_tools.ROOT / f"sglang_router-{version}.dist-info").is_dir()
+    program = """
+import argparse, sys
+from sglang_router.router_args import RouterArgs
+parser = argparse.ArgumentParser()
+RouterArgs.add_cli_args(parser)
+arguments = RouterArgs.from_cli_args(parser.parse_args(sys.argv[1:]))
+print(arguments.port, arguments.policy, len(arguments.worker_urls), arguments.selector)
+"""
+    [pod] = objects("router.yml")["Deployment"]["spec"]["template"]["spec"]["containers"]
+    command = read_yaml(REPLICAS_FILE)["services"]["router"]["command"]
+    for arguments, expected in (
+        (command, "9000 cache_aware 3 {}\n"),
+        (pod["args"], "9000 cache_aware 0 {'app': 'inflight'}\n"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            env=os.environ | {"PYTHONPATH": str(load_tools.ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stdout == expected, done.stderr
+
+
 def test_grafana_is_provisioned_from_the_mounted_folders(services: dict[str, Any]) -> None:
     [provider] = read_yaml(PROVIDER_FILE)["providers"]
     folder = provider["options"]["path"]
@@ -195,7 +287,9 @@ def test_the_dashboard_is_whole() -> None:
         if family not in TRITON_FAMILIES
     }
     constant = {"nv_trt_llm_disaggregated_serving_metrics"}
-    assert shown == set(FAMILY_TO_LABELS) - constant, "a family of ours has no panel"
+    wanted = {family.name for family in METRICS} | {f"{each.name}_bucket" for each in HISTOGRAMS}
+    assert shown >= wanted - constant, "a family of ours has no panel"
+    assert "Estimate" not in DASHBOARD_FILE.read_text(encoding="utf-8")
 
 
 def test_every_alert_can_fire_and_is_one_that_prometheus_reads(services: dict[str, Any]) -> None:
@@ -217,3 +311,31 @@ def test_every_alert_can_fire_and_is_one_that_prometheus_reads(services: dict[st
     folder = mounted.split(":")[1].rpartition("/")[0]
     assert config["rule_files"] == [RULES.name]  # beside the file that says so
     assert f"./{RULES.relative_to(ROOT)}:{folder}/{RULES.name}:ro" in mounts
+
+
+def test_the_group_of_machines_is_the_server_of_the_other_file() -> None:
+    """Both of its commands parse and ask for as many GPUs as the machines have."""
+    server = objects("servers.yml")["Deployment"]["spec"]["template"]["spec"]
+    spec = objects("leader_worker_set.yml")["LeaderWorkerSet"]["spec"]
+    group = spec["leaderWorkerTemplate"]
+    pods = [group[part]["spec"] for part in ("leaderTemplate", "workerTemplate")]
+    assert spec["startupPolicy"] == "LeaderCreated"
+    commands: list[Callable[..., None]] = [serve, worker]
+    for pod, command in zip(pods, commands, strict=True):
+        [container] = pod["containers"]
+        name, _, *arguments = container["args"]
+        assert name == "inflight"
+        app = typer.Typer()
+        app.command()(command)
+        found = get_command(app).make_context(command.__name__, arguments).params
+        num_ranks = found["tensor_parallel_size"] * found["pipeline_parallel_size"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] * group["size"] == num_ranks
+        assert {each["name"] for each in container["volumeMounts"]} == {
+            volume["name"] for volume in pod["volumes"]
+        }
+    [leader], [alone] = pods[0]["containers"], server["containers"]
+    for key in ("startupProbe", "readinessProbe", "lifecycle", "image"):
+        assert leader[key] == alone[key], key
+    assert pods[0]["terminationGracePeriodSeconds"] == server["terminationGracePeriodSeconds"]
+    text = (ROOT / "deploy/slurm/serve.sbatch").read_text(encoding="utf-8")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)

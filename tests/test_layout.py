@@ -53,7 +53,6 @@ def test_a_package_holds_at_most_twelve_modules() -> None:
         path.parent
         for package, folder in PACKAGES.items()
         for path in (ROOT / folder / package).rglob("*.py")
-        if path.parent.name != "ops"  # one module, one test and one benchmark for each operation
     }
     counts = {
         folder: len(set(folder.glob("*.py")) - {folder / "__init__.py"}) for folder in folders
@@ -169,7 +168,7 @@ def test_constraints_pin_everything_that_is_installed() -> None:
     for name, requirement in pinned.items():
         [specifier] = requirement.specifier
         assert specifier.operator == "==", f"{name} is not pinned to one version"
-    extras = frozenset({"server", "embedded", "gpu", "guided", "openai", "hub", "smollm2", "dev"})
+    extras = frozenset({"server", "embedded", "gpu", "guided", "openai", "hub", "dev"})
     needed = requirements_of("inflight", extras) - {"inflight"}
     assert needed - set(pinned) == set()
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from page import table, write
 
 from inflight_backend.models.families.registry import FAMILIES, ReadFamily
+from inflight_backend.models.families.sample import read_sample
 from inflight_backend.models.families.wrapped import WRAPPERS
+from inflight_server.checkpoints.restrictions import restrictions_of
 
 HEADING = "## Families\n"
 NOTE = "\nThe tables are filled by `python tools/write_models_docs.py`.\n\n"
@@ -17,12 +19,15 @@ def render(old: str) -> str:
     """``old`` with the families as they are now."""
     names: dict[ReadFamily, list[str]] = {}
     for name in sorted(FAMILIES.keys() - WRAPPERS.keys()):
-        names.setdefault(FAMILIES[name].read, []).append(name)
-    rows = [(_listed(found), _types(found), _summary(read)) for read, found in names.items()]
+        names.setdefault(FAMILIES[name].reads, []).append(name)
+    rows = [
+        (_listed(found), _types(found), _summary(read), _status(found[0]))
+        for read, found in names.items()
+    ]
     parts = [
         HEADING,
         NOTE,
-        table(("architecture", "`model_type`", "beside a Llama"), rows),
+        table(("architecture", "`model_type`", "beside a Llama", "goes without"), rows),
         "\nDecoders inside multimodal checkpoints; `text_config` may name another one:\n\n",
         table(("architecture", "`model_type`", "usual decoder"), _wrappers()),
     ]
@@ -42,6 +47,10 @@ def _summary(read: ReadFamily) -> str:
     """The first paragraph of what the family's function says."""
     text = (read.__doc__ or "").partition("\n\n")[0].replace("``", "`")
     return " ".join(text.split())
+
+
+def _status(architecture: str) -> str:
+    return ", ".join(restrictions_of(read_sample(FAMILIES[architecture])))
 
 
 def _wrappers() -> Iterator[tuple[str, str, str]]:

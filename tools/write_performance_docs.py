@@ -47,10 +47,18 @@ def _origin(name: str, result: Result) -> str:
 
 
 def _cpu_engine(result: Result) -> Iterator[Result]:
-    medians = result["median_tokens_per_second"]
-    for num, ours in medians["inflight"].items():
-        speeds = {name.replace(" ", "_"): medians[name][num] for name in medians}
-        yield {"requests": num, **speeds, "over": {n: ours / each for n, each in speeds.items()}}
+    names = dict.fromkeys(name for row in result["rows"] for name in row["tokens_per_second"])
+    for row in result["rows"]:
+        speeds = row["tokens_per_second"]
+        ours, cells = speeds["inflight"], dict.fromkeys(map(_field, names), "")
+        for name, speed in speeds.items():
+            over = "" if name == "inflight" else f" ({ours / speed:.2f}x)"
+            cells[_field(name)] = f"{speed:.0f}{over}"
+        yield {**row, **cells}
+
+
+def _field(name: str) -> str:
+    return name.replace(" ", "_").replace(".", "_")
 
 
 def _cpu_steps(result: Result) -> Iterator[Result]:
@@ -87,6 +95,7 @@ def _idle(result: Result) -> Iterator[Result]:
 
 ROWS: dict[str, Callable[[Result], Iterable[Result]]] = {
     "cpu_engine": _cpu_engine,
+    "cpu_engine_peers": _cpu_engine,
     "cpu_steps": _cpu_steps,
     "scheduler": _scheduler,
     "idle": _idle,

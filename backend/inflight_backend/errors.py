@@ -50,6 +50,15 @@ class ErrorText(str):
         return text
 
 
+class EngineLost(ServingError):
+    """A rank of the engine has died or fallen silent: only a new process helps."""
+
+    code = "UNAVAILABLE"
+
+    def __init__(self) -> None:
+        super().__init__("a worker of this model was lost; the server restarts")
+
+
 class ConfigurationError(ServingError):
     """A setting is unknown, out of its bounds or contradicts another."""
 

@@ -75,6 +75,12 @@ def _die_with(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:  # a later run has removed the dead launcher's files
         os._exit(1)
+    die_with_writer(descriptor)
+
+
+def die_with_writer(descriptor: int) -> None:
+    """Have the kernel kill this process, whatever it executes, when the other end of a pipe is
+    closed; at once if it is. Nothing may be written there."""
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)

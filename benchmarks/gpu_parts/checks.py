@@ -41,7 +41,7 @@ _ROW = 2
 
 
 @dataclass(frozen=True)
-class _Check:
+class Check:
     """``run`` returns what was computed and what it should be."""
 
     name: str
@@ -61,7 +61,7 @@ def engines(setting: Setting) -> Iterator[Row]:
     yield from rows(setting, _engine_checks(setting))
 
 
-def rows(setting: Setting, checks: Iterator[_Check]) -> Iterator[Row]:
+def rows(setting: Setting, checks: Iterator[Check]) -> Iterator[Row]:
     """A check that raises is a row too; behind one that broke the context, none can run."""
     torch.manual_seed(0)
     broken_by = ""
@@ -106,7 +106,7 @@ def _worst_row(out: Tensor, expected: Tensor) -> float:
     return float(((out - expected).norm(dim=-1) / sizes).max())
 
 
-def _kernel_checks(setting: Setting) -> Iterator[_Check]:
+def _kernel_checks(setting: Setting) -> Iterator[Check]:
     yield from _token_checks(setting)
     yield from _rope_checks(setting)
     for num_heads, num_kv_heads in ((4, 2),) if setting.is_dry else ((32, 8), (40, 40)):
@@ -118,47 +118,73 @@ def _kernel_checks(setting: Setting) -> Iterator[_Check]:
                 label = f"{shape} window {window} blocks of {size}"
                 model = (num_heads, num_kv_heads, dtype, window, size)
                 run = partial(_generation, setting, *model)
-                yield _Check(f"generation {label}", _LIMIT[_BF16], run, has_rows=True)
+                yield Check(f"generation {label}", _LIMIT[_BF16], run, has_rows=True)
                 run = partial(_context, setting, *model)
-                yield _Check(f"context {label}", _LIMIT[_BF16], run, has_rows=True)
+                yield Check(f"context {label}", _LIMIT[_BF16], run, has_rows=True)
+    yield from _trait_checks(setting)
     for dtype in (_BF16, torch.float32):  # as drawn from, and as changed before
-        yield _Check(f"sample {_name(dtype)}", 0.0, partial(_sample, setting, dtype))
+        yield Check(f"sample {_name(dtype)}", 0.0, partial(_sample, setting, dtype))
     for name, limit, draw in draw_checks.CHECKS:
-        yield _Check(name, limit, partial(draw, setting))
-    yield _Check("copy_blocks", 0.0, partial(_copy, setting))
+        yield Check(name, limit, partial(draw, setting))
+    yield Check("copy_blocks", 0.0, partial(_copy, setting))
     # Few tokens and many columns: what cuBLAS is known to refuse with a scale per row.
     for tokens, columns in ((17, 4096), (1, 14_336), (256, 14_336), (300, 14_336)):
         run = partial(_fp8_linear, setting, tokens, columns)
-        yield _Check(f"fp8 linear {tokens} x {columns}", 2e-2, run, has_rows=True)
+        yield Check(f"fp8 linear {tokens} x {columns}", 2e-2, run, has_rows=True)
     for dtype, limit in ((_BF16, _LIMIT[_BF16]), (_FP8, 2e-2)):
         for tokens in (1, 40, 70):
             run = partial(_invariant_linear, setting, dtype, tokens)
-            yield _Check(f"invariant_linear {_name(dtype)} {tokens}", limit, run, has_rows=True)
+            yield Check(f"invariant_linear {_name(dtype)} {tokens}", limit, run, has_rows=True)
         run = partial(_invariant_rows, setting, dtype)
-        yield _Check(f"invariant_linear {_name(dtype)} in every tile", 0.0, run)
+        yield Check(f"invariant_linear {_name(dtype)} in every tile", 0.0, run)
 
 
-def _engine_checks(setting: Setting) -> Iterator[_Check]:
+def _trait_checks(setting: Setting) -> Iterator[Check]:
+    """What some families ask of attention, and a mixture of experts."""
+    num_heads, num_kv_heads = (4, 2) if setting.is_dry else (32, 8)
+    heads = torch.linspace(0.1, 1.0, num_heads, device=setting.device)
+    for name, options in (
+        ("softcap", {"softcap": 5.0}),
+        ("attention chunks of 64", {"chunk": 64}),
+        ("sinks", {"sinks": 5 * heads}),
+        ("slopes", {"slopes": heads}),
+    ):
+        model = (num_heads, num_kv_heads, _BF16, None, 32)
+        for kind, attend in (("generation", _generation), ("context", _context)):
+            run = partial(attend, setting, *model, **options)
+            yield Check(f"{kind} with {name}", _LIMIT[_BF16], run, has_rows=True)
+    for *counts, dim in ((8, 2, 512), (128, 1, 576)):
+        for kind, attend in (("generation", _generation), ("context", _context)):
+            run = partial(attend, setting, counts[0], counts[1], _BF16, None, 32, dim=dim)
+            yield Check(
+                f"{kind} {counts[0]}/{counts[1]} of {dim}", _LIMIT[_BF16], run, has_rows=True
+            )
+    run = partial(_grouped_linear, setting)
+    yield Check("grouped_linear", _LIMIT[_BF16], run, has_rows=True)
+
+
+def _engine_checks(setting: Setting) -> Iterator[Check]:
     """Limits: bf16 keeps 8 bits, so a perplexity moves by 1e-3; e4m3 keeps 4, and the logits of a
     random model of two layers come out 8 % away (measured on a CPU), so 15 % is a fault."""
     run = engine_checks
-    yield _Check("triton against torch, float32", 0.0, partial(_engines, setting))
+    yield Check("triton against torch, float32", 0.0, partial(_engines, setting))
     if not setting.is_dry:
-        yield _Check("recorded against eager, bf16", 0.0, partial(_graphs, setting, "none"))
-        yield _Check("recorded against eager, fp8", 0.0, partial(_graphs, setting, "fp8"))
+        yield Check("recorded against eager, bf16", 0.0, partial(_graphs, setting, "none"))
+        yield Check("recorded against eager, fp8", 0.0, partial(_graphs, setting, "fp8"))
     run_mixed = partial(run.recorded_mixed_steps, setting)
-    yield _Check("mixed steps recorded against eager, float32", 0.0, run_mixed)
-    if _is_there("transformers"):
-        yield _Check("float32 tokens are transformers'", 0.0, partial(run.equal_tokens, setting))
-    yield _Check("perplexity in bf16", 1e-2, partial(run.perplexity, setting, "bfloat16"))
-    yield _Check("block reuse, float32", 0.0, partial(run.reuse, setting))
-    yield _Check("no NaN at awkward lengths", 0.0, partial(run.adversarial, setting))
-    yield _Check("fp8 logits", 0.15, partial(run.fp8_logits, setting))
+    yield Check("mixed steps recorded against eager, float32", 0.0, run_mixed)
+    if is_there("transformers"):
+        yield Check("float32 tokens are transformers'", 0.0, partial(run.equal_tokens, setting))
+    yield Check("perplexity in bf16", 1e-2, partial(run.perplexity, setting, "bfloat16"))
+    yield Check("block reuse, float32", 0.0, partial(run.reuse, setting))
+    yield Check("no NaN at awkward lengths", 0.0, partial(run.adversarial, setting))
+    yield Check("fp8 logits", 0.15, partial(run.fp8_logits, setting))
     if not setting.is_dry:  # the tests have it at a size that an interpreter can do
-        yield _Check("a request alone and among 31", 0.0, partial(run.deterministic, setting))
+        yield Check("a request alone and among 31", 0.0, partial(run.deterministic, setting))
 
 
-def _is_there(package: str) -> bool:
+def is_there(package: str) -> bool:
+    """Whether it can be imported."""
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:
@@ -169,12 +195,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _token_checks(setting: Setting) -> Iterator[_Check]:
+def _token_checks(setting: Setting) -> Iterator[Check]:
     norms, silu = (
         import_module("inflight_kernels.ops.rms_norm"),
         import_module("inflight_kernels.ops.silu_mul"),
     )
-    quantization = import_module("inflight_kernels.ops.quantize_fp8")
+    quantization = import_module("inflight_kernels.ops.linear.quantize_fp8")
     shape = (3, 80) if setting.is_dry else (257, 4096)
     x, residual = (torch.randn(shape, dtype=_BF16, device=setting.device) for _ in range(2))
     weight = torch.randn(shape[1], dtype=_BF16, device=setting.device)
@@ -200,20 +226,20 @@ def _token_checks(setting: Setting) -> Iterator[_Check]:
         ("silu_mul_fp8", fp8, lambda: (scaled(silu.silu_mul_fp8(wide)), gated)),
         ("quantize_fp8", fp8, lambda: (scaled(quantization.quantize_fp8(x)), x)),
     ):
-        yield _Check(name, near, run, has_rows=True)
+        yield Check(name, near, run, has_rows=True)
 
 
-def _rope_checks(setting: Setting) -> Iterator[_Check]:
+def _rope_checks(setting: Setting) -> Iterator[Check]:
     for has_norms in (False, True):
         for dtype in (_BF16, _FP8):
             label = f"rope_write_kv {_name(dtype)}{' with norms' if has_norms else ''}"
             run = partial(_rope, setting, dtype, has_norms)
-            yield _Check(label, _LIMIT[dtype], run, has_rows=True)
+            yield Check(label, _LIMIT[dtype], run, has_rows=True)
 
 
 def _rope(setting: Setting, dtype: torch.dtype, has_norms: bool) -> tuple[Tensor, Tensor]:
     """Query, and all of the caches after the write, one below the other."""
-    rope = import_module("inflight_kernels.ops.rope_write_kv")
+    rope = import_module("inflight_kernels.ops.attention.rope_write_kv")
     device, count, dim = setting.device, 5 if setting.is_dry else 130, 64
     heads = torch.randn(count, 12, dim, dtype=_BF16, device=device)
     query, key, value = torch.split(heads, [8, 2, 2], dim=1)
@@ -239,10 +265,10 @@ def _rope(setting: Setting, dtype: torch.dtype, has_norms: bool) -> tuple[Tensor
 
 
 def _paged(
-    setting: Setting, lengths: list[int], num_kv_heads: int, dtype: torch.dtype, size: int
+    setting: Setting, lengths: list[int], num_kv_heads: int, dtype: torch.dtype, size: int, dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Caches with NaN in all that no request owns, block tables, lengths; blocks of ``size``."""
-    dim = 16 if setting.is_dry else 128
+    dim = 16 if setting.is_dry else dim
     per_row = [-(-length // size) for length in lengths]
     order = torch.randperm(sum(per_row), dtype=torch.int32)
     tables = torch.zeros(len(lengths), max(per_row), dtype=torch.int32)
@@ -261,44 +287,60 @@ def _paged(
 
 def _generation(
     setting: Setting, num_heads: int, num_kv_heads: int, dtype: torch.dtype, window: int | None,
-    size: int,
+    size: int, dim: int = 128, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    op = import_module("inflight_kernels.ops.paged_attention_generation")
+    op = import_module("inflight_kernels.ops.attention.paged_attention_generation")
     # The longest are cut into splits.
     lengths = [1, size - 1, size, size + 1]
     lengths += [200] if setting.is_dry else [100, 1000, 3001, 9000]
-    keys, values, tables, found = _paged(setting, lengths, num_kv_heads, dtype, size)
+    keys, values, tables, found = _paged(setting, lengths, num_kv_heads, dtype, size, dim)
     dim = keys.shape[-1]
     query = torch.randn(len(lengths), num_heads, dim, dtype=_BF16, device=setting.device)
-    out = op.paged_attention_generation(query, keys, values, tables, found, dim**-0.5, window)
+    out = op.paged_attention_generation(
+        query, keys, values, tables, found, dim**-0.5, window, **options
+    )
     plain = keys.float().nan_to_num(), values.float().nan_to_num()
     return out, reference.paged_attention_generation(
-        query.float(), *plain, tables, found, dim**-0.5, window
+        query.float(), *plain, tables, found, dim**-0.5, window, **options
     )
 
 
 def _context(
     setting: Setting, num_heads: int, num_kv_heads: int, dtype: torch.dtype, window: int | None,
-    size: int,
+    size: int, dim: int = 128, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    op = import_module("inflight_kernels.ops.paged_attention_context")
+    op = import_module("inflight_kernels.ops.attention.paged_attention_context")
     more = not setting.is_dry
     lengths = [1, size, size + 1, *([500, 1500, 2049] if more else [])]
     chunks = [1, size, 3, *([500, 200, 2049] if more else [])]
-    keys, values, tables, found = _paged(setting, lengths, num_kv_heads, dtype, size)
+    keys, values, tables, found = _paged(setting, lengths, num_kv_heads, dtype, size, dim)
     dim = keys.shape[-1]
     query = torch.randn(sum(chunks), num_heads, dim, dtype=_BF16, device=setting.device)
     starts = torch.tensor([0, *chunks], device=setting.device).cumsum(0).int()
-    out = op.paged_attention_context(query, keys, values, tables, starts, found, dim**-0.5, window)
+    out = op.paged_attention_context(
+        query, keys, values, tables, starts, found, dim**-0.5, window, **options
+    )
     plain = keys.float().nan_to_num(), values.float().nan_to_num()
     return out, reference.paged_attention_context(
-        query.float(), *plain, tables, starts, found, dim**-0.5, window
+        query.float(), *plain, tables, starts, found, dim**-0.5, window, **options
     )
+
+
+def _grouped_linear(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Groups of no, one and many rows."""
+    op = import_module("inflight_kernels.ops.linear.grouped_linear")
+    sizes = [0, 1, 3] if setting.is_dry else [0, 1, 300, 17, 0, 64]
+    num_rows, columns = (24, 80) if setting.is_dry else (1000, 2048)
+    x = torch.randn(sum(sizes), columns, dtype=_BF16, device=setting.device)
+    weight = torch.randn(len(sizes), num_rows, columns, dtype=_BF16, device=setting.device)
+    starts = torch.tensor([0, *sizes], device=setting.device).cumsum(0).int()
+    parts = zip(torch.split(x.float(), sizes), weight.float(), strict=True)
+    return op.grouped_linear(x, weight, starts), torch.cat([some @ own.t() for some, own in parts])
 
 
 def _sample(setting: Setting, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Tokens of greedy and filtered rows, but for those where the sixth digit decides."""
-    sampling = import_module("inflight_kernels.ops.sample")
+    sampling = import_module("inflight_kernels.ops.sampling.sample")
     device = setting.device
     count, vocabulary = (5, 50) if setting.is_dry else (80, 128_256)
     logits = (4 * torch.randn(count, vocabulary, device=device)).to(dtype)
@@ -316,7 +358,7 @@ def _sample(setting: Setting, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _copy(setting: Setting) -> tuple[Tensor, Tensor]:
-    op = import_module("inflight_kernels.ops.copy_blocks")
+    op = import_module("inflight_kernels.ops.attention.copy_blocks")
     source = torch.randn(2, 6, 16, 2, 64, dtype=_BF16, device=setting.device)
     target = torch.zeros_like(source)
     origin, to = (
@@ -377,7 +419,7 @@ def _factors(setting: Setting, dtype: torch.dtype, num_tokens: int) -> tuple[Any
 
 
 def _invariant(x: Any, weight: Any) -> Tensor:
-    op = import_module("inflight_kernels.ops.invariant_linear").invariant_linear
+    op = import_module("inflight_kernels.ops.linear.invariant_linear").invariant_linear
     if isinstance(x, Tensor):
         found: Tensor = op(x, weight)
     else:

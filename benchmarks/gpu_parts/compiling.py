@@ -46,6 +46,16 @@ def tiles(setting: Setting) -> Iterator[Row]:
         yield compile_kernel(setting, *work)
 
 
+def quantized(setting: Setting) -> Iterator[Row]:
+    """A row per kernel that the parts `K4` and `K4/tiles` run."""
+    calls = []
+    if not setting.is_dry:
+        for has_sweep in (False, True):
+            calls += kernel_calls(setting, kernel_rows.QUANTIZED_OPS, has_sweep=has_sweep)
+    for work in setting.own(calls):
+        yield compile_kernel(setting, *work)
+
+
 def start_engine(setting: Setting, name: str) -> Row:
     """Start an engine of one layer and have it answer; a fault is a row, and its frames are told in
     the row `stderr`: the kernels behind it can still be compiled."""

@@ -92,7 +92,7 @@ def _changed(
 
 
 def _penalties(setting: Setting) -> tuple[Tensor, Tensor]:
-    op = import_module("inflight_kernels.ops.adjust_logits")
+    op = import_module("inflight_kernels.ops.sampling.adjust_logits")
     logits, device = _logits(setting), setting.device
     tables = (_SLOTS, logits.shape[1])
     penalties = torch.tensor([[1.3, 0.5, -0.25], [1, 0, 0], [0.5, 0, 0]], device=device)
@@ -111,7 +111,7 @@ def _penalties(setting: Setting) -> tuple[Tensor, Tensor]:
 
 
 def _ngrams(setting: Setting) -> tuple[Tensor, Tensor]:
-    op = import_module("inflight_kernels.ops.ban_tokens")
+    op = import_module("inflight_kernels.ops.sampling.ban_tokens")
     sizes = (torch.arange(_ROWS, device=setting.device) % 5).int()
     arguments = (_slots(setting), _lengths(setting), sizes, _texts(setting), _LENGTH)
     return _changed(
@@ -122,7 +122,7 @@ def _ngrams(setting: Setting) -> tuple[Tensor, Tensor]:
 
 
 def _words(setting: Setting) -> tuple[Tensor, Tensor]:
-    op = import_module("inflight_kernels.ops.ban_tokens")
+    op = import_module("inflight_kernels.ops.sampling.ban_tokens")
     device, count = setting.device, 60
     rows = torch.full((_SLOTS,), -1, dtype=torch.int32, device=device)
     rows[_slots(setting)] = torch.arange(_ROWS, dtype=torch.int32, device=device)
@@ -139,7 +139,7 @@ def _words(setting: Setting) -> tuple[Tensor, Tensor]:
 
 def _masks(setting: Setting) -> tuple[Tensor, Tensor]:
     """Of three rows: half of the tokens, one that is forced, none."""
-    op = import_module("inflight_kernels.ops.mask_logits")
+    op = import_module("inflight_kernels.ops.sampling.mask_logits")
     logits = _logits(setting)
     words = -(-logits.shape[1] // 32)
     masks = torch.randint(-(2**31), 2**31, (3, 2 + words), device=setting.device).int()
@@ -156,7 +156,7 @@ def _masks(setting: Setting) -> tuple[Tensor, Tensor]:
 def _log_probs(setting: Setting) -> tuple[Tensor, Tensor]:
     """Of what min-p, and with it top-k or top-p, leave; tokens that differ are an error, but where
     either may be drawn."""
-    op = import_module("inflight_kernels.ops.sample")
+    op = import_module("inflight_kernels.ops.sampling.sample")
     device = setting.device
     kinds = torch.arange(_ROWS, device=device) % 3
     arguments = (

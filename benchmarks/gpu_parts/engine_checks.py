@@ -50,13 +50,13 @@ def equal_tokens(setting: Setting) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     lengths = [1, _BLOCK - 1, _BLOCK, _BLOCK + 1, 120]
     num_tokens = 8
-    prompts = _prompts(lengths, 97)
+    prompts = make_prompts(lengths, 97)
     with tempfile.TemporaryDirectory() as folder:
         model = transformers.LlamaForCausalLM(config).eval()
         model.save_pretrained(folder)
         expected = [_oracle(model, prompt, num_tokens) for prompt in prompts]
-        engine = Engine.load(Path(folder), _config(setting, "float32", len(lengths)))
-    return torch.tensor(_generate(engine, prompts, num_tokens)), torch.tensor(expected)
+        engine = Engine.load(Path(folder), make_config(setting, "float32", len(lengths)))
+    return torch.tensor(generate(engine, prompts, num_tokens)), torch.tensor(expected)
 
 
 def _oracle(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
@@ -74,13 +74,13 @@ def perplexity(setting: Setting, dtype: str) -> tuple[Tensor, Tensor]:
 
     text = Tokenizer.from_file(str(_DEMO / "tokenizer.json")).encode(_TEXT).ids
     text = text[:24] if setting.is_dry else text
-    found = _perplexity(Engine.load(_DEMO, _config(setting, dtype, 1)), text)
-    cpu = replace(_config(setting, "float32", 1), device="cpu", attention_backend="torch")
+    found = _perplexity(Engine.load(_DEMO, make_config(setting, dtype, 1)), text)
+    cpu = on_cpu(make_config(setting, "float32", 1))
     return found, _perplexity(Engine.load(_DEMO, cpu), text)
 
 
 def _perplexity(engine: Engine, text: list[int]) -> Tensor:
-    log_probs = _logits(engine, text)[:-1].log_softmax(dim=1)
+    log_probs = logits(engine, text)[:-1].log_softmax(dim=1)
     losses = -log_probs.gather(1, torch.tensor(text[1:])[:, None])
     return losses.mean().exp().reshape(1)
 
@@ -88,12 +88,12 @@ def _perplexity(engine: Engine, text: list[int]) -> Tensor:
 def fp8_logits(setting: Setting) -> tuple[Tensor, Tensor]:
     """Logits with FP8 linears and cache, beside those of the same weights in full precision."""
     model = TINY if setting.is_dry else SMALL
-    text = _prompts([9 if setting.is_dry else 100], model.vocab_size)[0]
-    config = _config(setting, "bfloat16", 1)
+    text = make_prompts([9 if setting.is_dry else 100], model.vocab_size)[0]
+    config = make_config(setting, "bfloat16", 1)
     fp8 = replace(config, quantization="fp8", kv_cache_dtype="fp8", attention_backend="triton")
-    found = _logits(make_engine(setting, model, fp8), text)
+    found = logits(make_engine(setting, model, fp8), text)
     plain = make_engine(setting, model, replace(config, attention_backend="torch"))
-    return found, _logits(plain, text)
+    return found, logits(plain, text)
 
 
 def deterministic(setting: Setting) -> tuple[Tensor, Tensor]:
@@ -101,13 +101,13 @@ def deterministic(setting: Setting) -> tuple[Tensor, Tensor]:
     count = 2 if setting.is_dry else 32
     model = TINY if setting.is_dry else replace(SMALL, layers=SMALL.layers * 2)
     config = replace(
-        _config(setting, "bfloat16", count), attention_backend="triton", deterministic_mode=True
+        make_config(setting, "bfloat16", count), attention_backend="triton", deterministic_mode=True
     )
     engine = make_engine(setting, model, config)
-    prompts = _prompts([1 + 37 * row % 120 for row in range(count)], model.vocab_size)
+    prompts = make_prompts([1 + 37 * row % 120 for row in range(count)], model.vocab_size)
     num_tokens = 2 if setting.is_dry else 16
-    together = _generate(engine, prompts, num_tokens, seed=5)[-1]
-    alone = _generate(engine, prompts[-1:], num_tokens, seed=5 + count - 1)[-1]
+    together = generate(engine, prompts, num_tokens, seed=5)[-1]
+    alone = generate(engine, prompts[-1:], num_tokens, seed=5 + count - 1)[-1]
     return torch.tensor(alone), torch.tensor(together)
 
 
@@ -116,10 +116,10 @@ def reuse(setting: Setting) -> tuple[Tensor, Tensor]:
 
     They share whole blocks, and of the next one a part, which is copied.
     """
-    engine = make_engine(setting, TINY, _config(setting, "float32", 2))
-    text = _prompts([5 * _BLOCK], TINY.vocab_size)[0]
+    engine = make_engine(setting, TINY, make_config(setting, "float32", 2))
+    text = make_prompts([5 * _BLOCK], TINY.vocab_size)[0]
     shared = [0, _BLOCK - 1, _BLOCK + 5, 2 * _BLOCK, 5 * _BLOCK]
-    rest = _prompts([_BLOCK // 2] * len(shared), TINY.vocab_size)
+    rest = make_prompts([_BLOCK // 2] * len(shared), TINY.vocab_size)
     prompts = [text[:count] + other for count, other in zip(shared, rest, strict=True)]
     prompts = prompts[::2] if setting.is_dry else prompts + prompts[::-1]
     output_lens = [2 if setting.is_dry else 24] * len(prompts)
@@ -135,13 +135,13 @@ def recorded_mixed_steps(setting: Setting) -> tuple[Tensor, Tensor]:
     prompts, a few at a time beside generations. An engine that has recorded none of them, though it
     should, compares nothing."""
     num_slots = 2 if setting.is_dry else 12
-    config = replace(_config(setting, "float32", num_slots), max_num_tokens=150)
+    config = replace(make_config(setting, "float32", num_slots), max_num_tokens=150)
     engine = make_engine(setting, TINY, config)
     if config.cuda_graph_mixed_tokens and not (setting.is_dry or engine.num_mixed_graphs):
         raise RuntimeError("no mixed step could be recorded; stderr says why")
     lengths = [1, 9, 17] if setting.is_dry else [1 + 23 * row % 120 for row in range(48)]
     output_lens = [2 if setting.is_dry else 5 + row % 20 for row in range(len(lengths))]
-    prompts = _prompts(lengths, TINY.vocab_size)
+    prompts = make_prompts(lengths, TINY.vocab_size)
     found = run_requests(engine, prompts, output_lens)
     with without_mixed(engine):
         expected = run_requests(engine, prompts, output_lens)
@@ -156,12 +156,18 @@ def adversarial(setting: Setting) -> tuple[Tensor, Tensor]:
     """1 where every token of prompts of awkward lengths could be drawn: no NaN anywhere."""
     longest = TINY.max_position_embeddings - 2
     lengths = [1, _BLOCK - 1, _BLOCK, _BLOCK + 1, 127, 128, 129, longest]
-    engine = make_engine(setting, TINY, _config(setting, "bfloat16", len(lengths)))
-    tokens = torch.tensor(_generate(engine, _prompts(lengths, TINY.vocab_size), 2))
+    engine = make_engine(setting, TINY, make_config(setting, "bfloat16", len(lengths)))
+    tokens = torch.tensor(generate(engine, make_prompts(lengths, TINY.vocab_size), 2))
     return (tokens >= 0).float(), torch.ones(tokens.shape)
 
 
-def _config(setting: Setting, dtype: str, num_slots: int) -> EngineConfig:
+def on_cpu(config: EngineConfig) -> EngineConfig:
+    """The same by the reference."""
+    return replace(config, device="cpu", attention_backend="torch")
+
+
+def make_config(setting: Setting, dtype: str, num_slots: int) -> EngineConfig:
+    """Blocks of 16 for prompts and answers of up to 512 tokens in each slot."""
     return EngineConfig(
         device=setting.device.type,
         dtype=dtype,
@@ -173,7 +179,8 @@ def _config(setting: Setting, dtype: str, num_slots: int) -> EngineConfig:
     )
 
 
-def _prompts(lengths: list[int], vocab_size: int) -> list[list[int]]:
+def make_prompts(lengths: list[int], vocab_size: int) -> list[list[int]]:
+    """Seeded tokens of these lengths."""
     generator = torch.Generator().manual_seed(7)
     return [
         torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths
@@ -200,7 +207,7 @@ def _setup(
     return ScheduledBatch(1, tuple(setups), tuple(blocks), tuple(chunks))
 
 
-def _generate(
+def generate(
     engine: Engine, prompts: list[list[int]], num_tokens: int, seed: int | None = None
 ) -> list[list[int]]:
     """Tokens of each prompt, greedy or drawn."""
@@ -210,7 +217,7 @@ def _generate(
     return [list(tokens) for tokens in zip(*steps, strict=True)]
 
 
-def _logits(engine: Engine, text: list[int]) -> Tensor:
+def logits(engine: Engine, text: list[int]) -> Tensor:
     """[len(text), vocab] float32 on the host."""
     engine.execute(_setup(engine, [text], None, OutputParams(context_logits=True)))
     outputs = engine.take_outputs()

@@ -1,4 +1,4 @@
-"""K1, K2, K3: the benchmarks of the kernels folder with the ratio to the floor of every row.
+"""K1 to K4: the benchmarks of the kernels folder with the ratio to the floor of every row.
 
 The floor of a row is the larger of its bytes over the read bandwidth and its operations over the
 bf16 rate; whatever runs on FP8 caches multiplies in bf16 or float16 all the same.
@@ -20,6 +20,7 @@ from gpu_parts.report import shorten
 _TARGETS = {(1, 1024), (64, 1024), (128, 1024), (256, 1024), (32, 4096), (8, 16_384)}
 _DRY_ROWS = 2  # of an op: `kernel_ops.run_all` runs them all dry
 TILED_OPS = ("paged_attention_generation", "paged_attention_context")
+QUANTIZED_OPS = ("quantized_linear",)
 # The draw first: the least is known of it. Then what runs once per layer and token.
 _TOKEN_OPS = ("sample", "rope_write_kv", "rms_norm", "silu_mul", "quantize_fp8", "copy_blocks")
 
@@ -37,6 +38,16 @@ def context_attention(setting: Setting) -> Iterator[Row]:
 def token_kernels(setting: Setting) -> Iterator[Row]:
     """K3."""
     yield from _measured(setting, _TOKEN_OPS)
+
+
+def quantized(setting: Setting) -> Iterator[Row]:
+    """K4: linears of quantised weights."""
+    yield from _measured(setting, QUANTIZED_OPS)
+
+
+def quantized_tiles(setting: Setting) -> Iterator[Row]:
+    """Other tiles for them beside the chosen ones."""
+    yield from _measured(setting, QUANTIZED_OPS, has_sweep=True)
 
 
 def tiles(setting: Setting) -> Iterator[Row]:

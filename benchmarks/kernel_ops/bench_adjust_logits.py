@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from inflight_kernels import reference
-from inflight_kernels.ops.adjust_logits import adjust_logits
+from inflight_kernels.ops.sampling.adjust_logits import adjust_logits
 from kernel_ops.harness import Row, Setting, num_bytes
 from kernel_ops.token_shapes import logits_shapes
 

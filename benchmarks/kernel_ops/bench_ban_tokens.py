@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams, ban_words
+from inflight_kernels.ops.sampling.ban_tokens import ban_repeated_ngrams, ban_words
 from kernel_ops.harness import Row, Setting, num_bytes
 
 _WORDS_PER_ROW, _WIDTH = 16, 4

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from inflight_kernels.ops.copy_blocks import copy_blocks
+from inflight_kernels.ops.attention.copy_blocks import copy_blocks
 from kernel_ops.harness import Row, Setting, num_bytes
 from kernel_ops.paged_batch import LLAMA_8B, TINY
 

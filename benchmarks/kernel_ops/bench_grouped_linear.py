@@ -14,7 +14,7 @@ from kernel_ops.harness import Row, Setting, num_bytes
 def rows(setting: Setting) -> Iterator[Row]:
     """Gate and up of Qwen3-30B-A3B: 128 experts of 2,048 columns, 8 for each token."""
     # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ops.grouped_linear import grouped_linear
+    from inflight_kernels.ops.linear.grouped_linear import grouped_linear
 
     experts, size, columns = (4, 32, 32) if setting.is_dry else (128, 1536, 2048)
     weight = torch.randn(experts, size, columns, dtype=torch.bfloat16, device=setting.device)

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from inflight_kernels.ops.invariant_linear import Tile, choose_tile, invariant_linear
-from inflight_kernels.ops.quantize_fp8 import quantize_fp8
+from inflight_kernels.ops.linear.invariant_linear import Tile, choose_tile, invariant_linear
+from inflight_kernels.ops.linear.quantize_fp8 import quantize_fp8
 from kernel_ops.harness import Call, Row, Setting, num_bytes
 
 # The four products of a layer of the 8B: rows of the weight, columns.

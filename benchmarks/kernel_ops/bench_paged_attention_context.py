@@ -9,13 +9,22 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from inflight_kernels.ops.paged_attention_context import (
+from inflight_kernels.ops.attention.paged_attention_context import (
     ContextTile,
     choose_tile,
     paged_attention_context,
 )
 from kernel_ops.harness import Call, Row, Setting, num_bytes
-from kernel_ops.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch, make_batch
+from kernel_ops.paged_batch import (
+    HEAD_512,
+    LATENTS,
+    LLAMA_8B,
+    LLAMA_13B,
+    TINY,
+    Heads,
+    PagedBatch,
+    make_batch,
+)
 
 _BLOCK = 64
 # What a sweep tries beside the chosen tile, most promising first by the code compiled for sm_90
@@ -42,9 +51,11 @@ _TINY_WORKS = (_Work("1x70", [70], [70]), _Work("20 after 30 + 1", [20, 1], [50,
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Every piece of work at both shapes, bfloat16 and FP8 cache."""
-    for heads in [TINY] if setting.is_dry else [LLAMA_8B, LLAMA_13B]:
-        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-            for work in _TINY_WORKS if setting.is_dry else _WORKS:
+    shapes = [TINY] if setting.is_dry else [LLAMA_8B, LLAMA_13B, LATENTS, HEAD_512]
+    for heads in shapes:
+        for dtype in heads.cache_types:
+            works = _TINY_WORKS if setting.is_dry else _WORKS
+            for work in works[:1] if heads.head_dim > 256 else works:
                 yield from _variants(setting, heads, work, dtype)
 
 
@@ -83,7 +94,8 @@ def _variants(setting: Setting, heads: Heads, work: _Work, dtype: torch.dtype) -
         is_prompt = work.query_lens == work.context_lens and len(set(work.query_lens)) == 1
         wants_peer = tile == chosen and is_prompt and dtype == torch.bfloat16
         baselines = {"sdpa": _sdpa(batch, heads, work)} if wants_peer else {}
-        size = num_bytes(batch.query, batch.query, batch.key_cache, batch.value_cache)
+        caches = [batch.key_cache, *([] if batch.value_cache is None else [batch.value_cache])]
+        size = num_bytes(batch.query, batch.query, *caches)
         yield Row(parameters, call, size, _flops(heads, work), baselines)
 
 
@@ -102,9 +114,10 @@ def _sdpa(batch: PagedBatch, heads: Heads, work: _Work) -> Call:
     query = batch.query.reshape(count, length, heads.num_heads, heads.head_dim).transpose(1, 2)
     shape = (count, length, heads.num_kv_heads, heads.head_dim)
     size = (count, -1, heads.num_kv_heads, heads.head_dim)
+    values = batch.key_cache if batch.value_cache is None else batch.value_cache
     key, value = (
         cache.reshape(size)[:, :length].reshape(shape).transpose(1, 2)
-        for cache in (batch.key_cache, batch.value_cache)
+        for cache in (batch.key_cache, values)
     )
     is_gqa = heads.num_heads != heads.num_kv_heads
     return partial(

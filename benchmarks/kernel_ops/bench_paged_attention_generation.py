@@ -8,14 +8,23 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from inflight_kernels.ops.paged_attention_generation import (
+from inflight_kernels.ops.attention.paged_attention_generation import (
     GenerationTile,
     choose_tile,
     paged_attention_generation,
     plan_generation,
 )
 from kernel_ops.harness import Call, Row, Setting
-from kernel_ops.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch, make_batch
+from kernel_ops.paged_batch import (
+    HEAD_512,
+    LATENTS,
+    LLAMA_8B,
+    LLAMA_13B,
+    TINY,
+    Heads,
+    PagedBatch,
+    make_batch,
+)
 
 # More would not fit beside the weights either: 48 GiB of cache per row of the table.
 _MAX_CACHE_BYTES = 48 * 2**30
@@ -39,15 +48,18 @@ RANKED = (
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Uniform batches over the matrix, then ragged ones."""
-    shapes = [TINY] if setting.is_dry else [LLAMA_8B, LLAMA_13B]
+    shapes = [TINY] if setting.is_dry else [LLAMA_8B, LLAMA_13B, LATENTS, HEAD_512]
     contexts = [70] if setting.is_dry else [256, 1024, 4096, 16384]
     batches = [1, 2] if setting.is_dry else [1, 8, 32, 64, 128, 256]
     for heads in shapes:
-        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        is_wide = heads.head_dim > 256
+        for dtype in heads.cache_types:
             for context in contexts:
                 for batch in batches:
                     lengths = [context] * batch
                     if not setting.is_wanted(batch, context):
+                        continue
+                    if is_wide and (batch, context) not in _COMPARED_AT:
                         continue
                     if _cache_bytes(heads, lengths, dtype) > _MAX_CACHE_BYTES:
                         continue
@@ -56,7 +68,7 @@ def rows(setting: Setting) -> Iterator[Row]:
                         yield from _compared(setting, heads, lengths, dtype)
         longest = contexts[-1]
         ragged = [longest] + [contexts[0] + 37 * row % 1000 for row in range(batches[-1] - 1)]
-        if setting.is_wanted(batches[-1], longest):
+        if setting.is_wanted(batches[-1], longest) and not is_wide:
             yield from _variants(setting, heads, ragged, torch.bfloat16, "ragged")
 
 
@@ -74,7 +86,7 @@ def _compared(
 
 
 def _cache_bytes(heads: Heads, lengths: list[int], dtype: torch.dtype) -> int:
-    return 2 * sum(lengths) * heads.num_kv_heads * heads.head_dim * dtype.itemsize
+    return sum(lengths) * heads.numbers_per_token * dtype.itemsize
 
 
 def _variants(
@@ -167,9 +179,10 @@ def _sdpa(batch: PagedBatch, heads: Heads, lengths: list[int]) -> Call:
     """torch's attention over the same numbers lying contiguously: no paging to pay for."""
     shape = (len(lengths), lengths[0], heads.num_kv_heads, heads.head_dim)
     size = (batch.block_tables.shape[0], -1, heads.num_kv_heads, heads.head_dim)
+    values = batch.key_cache if batch.value_cache is None else batch.value_cache
     key, value = (
         cache.reshape(size)[:, : lengths[0]].reshape(shape).transpose(1, 2)
-        for cache in (batch.key_cache, batch.value_cache)
+        for cache in (batch.key_cache, values)
     )
     query = batch.query[:, :, None]  # [B, H, 1, D]
     is_gqa = heads.num_heads != heads.num_kv_heads

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from inflight_kernels.ops.quantize_fp8 import quantize_fp8
+from inflight_kernels.ops.linear.quantize_fp8 import quantize_fp8
 from kernel_ops.harness import Row, Setting
 from kernel_ops.token_shapes import token_shapes
 

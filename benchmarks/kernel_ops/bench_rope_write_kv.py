@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from inflight_kernels.ops.rope_write_kv import rope_write_kv
+from inflight_kernels.ops.attention.rope_write_kv import rope_write_kv
 from kernel_ops.harness import Row, Setting, num_bytes
 from kernel_ops.token_shapes import token_shapes
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from inflight_kernels.ops.sample import sample
+from inflight_kernels.ops.sampling.sample import sample
 from kernel_ops.harness import Row, Setting, num_bytes
 from kernel_ops.token_shapes import logits_shapes
 

@@ -16,10 +16,24 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    keys_are_values: bool = False
+
+    @property
+    def cache_types(self) -> tuple[torch.dtype, ...]:
+        """What the kernels read: wide heads in bfloat16 alone."""
+        plain = (torch.bfloat16,)
+        return plain if self.head_dim > 256 else (*plain, torch.float8_e4m3fn)
+
+    @property
+    def numbers_per_token(self) -> int:
+        """In the cache of a layer."""
+        return (1 if self.keys_are_values else 2) * self.num_kv_heads * self.head_dim
 
 
 LLAMA_8B = Heads("8B", 32, 8, 128)
 LLAMA_13B = Heads("13B", 40, 40, 128)
+LATENTS = Heads("latents", 128, 1, 576, keys_are_values=True)  # DeepSeek V3
+HEAD_512 = Heads("head 512", 8, 2, 512)  # full layers of Gemma 4
 TINY = Heads("tiny", 4, 2, 64)
 
 
@@ -29,7 +43,7 @@ class PagedBatch:
 
     query: torch.Tensor  # [T, H, D]
     key_cache: torch.Tensor
-    value_cache: torch.Tensor
+    value_cache: torch.Tensor | None
     block_tables: torch.Tensor
     query_starts: torch.Tensor
     context_lengths: torch.Tensor
@@ -65,7 +79,7 @@ def make_batch(
     return PagedBatch(
         query,
         key_cache,
-        value_cache,
+        None if heads.keys_are_values else value_cache,
         tables.to(device),
         torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
         torch.tensor(context_lens, dtype=torch.int32, device=device),

@@ -123,12 +123,12 @@ def _ours(batch: Batch) -> Call:
     tensors = batch.tensors
     cache = (tensors.key_cache, tensors.value_cache, tensors.block_tables)
     if batch.is_generation:
-        op = import_module("inflight_kernels.ops.paged_attention_generation")
+        op = import_module("inflight_kernels.ops.attention.paged_attention_generation")
         return partial(
             op.paged_attention_generation,
             tensors.query, *cache, tensors.context_lengths, batch.scale,
         )  # fmt: skip
-    op = import_module("inflight_kernels.ops.paged_attention_context")
+    op = import_module("inflight_kernels.ops.attention.paged_attention_context")
     return partial(
         op.paged_attention_context, tensors.query, *cache, tensors.query_starts,
         tensors.context_lengths, batch.scale, max_query_len=max(batch.query_lens),

@@ -14,6 +14,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from peer_parts.work import Budget
+
 _WORKER = Path(__file__).resolve().parent / "worker.py"
 
 
@@ -24,13 +26,20 @@ class PeerError(Exception):
 class Worker:
     """One engine's process, in a process group of its own, so that its children end with it."""
 
-    def __init__(self, name: str, budget_json: str, env: Mapping[str, str], log: Path) -> None:
-        """Start it; `facts` waits for it. What it prints goes to ``log``."""
+    def __init__(
+        self,
+        name: str,
+        budget_json: str,
+        env: Mapping[str, str],
+        log: Path,
+        python: str = sys.executable,
+    ) -> None:
+        """Start it with that ``python``; `facts` waits for it. What it prints goes to ``log``."""
         self.name = name
         self._log = log
         with log.open("ab") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, str(_WORKER), name, budget_json],
+                [python, str(_WORKER), name, budget_json],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
@@ -85,3 +94,9 @@ class Worker:
 
     def _tail(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace").strip()[-400:]
+
+
+def start_worker(name: str, budget: Budget, log: Path, python: str) -> Worker:
+    """A worker in this environment, of the Python of a virtual environment of its own."""
+    env = {**os.environ, "PYTHONPATH": str(_WORKER.parents[1])}
+    return Worker(name, budget.to_json(), env, log, python)

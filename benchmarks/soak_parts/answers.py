@@ -20,6 +20,8 @@ OUT_OF_TIME = "before its deadline"
 """Of the error of a request that had no token yet when its time was over."""
 
 _NUM_TOKENS = 40
+_NUM_ADAPTERS, _RANK, _QUERIES = 64, 8, 1
+_NUM_LAYERS, _SIZE = 5, 128  # of the demo model, whose queries are as many as its columns
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["a", "bc"]}, "size": {"type": "integer", "maximum": 99}},
@@ -162,6 +164,18 @@ def stop_words(prompt: str) -> Question:
     return Question(values, is_right)
 
 
+def adapter(prompt: str) -> Question:
+    """With weights that change nothing, of one of more adapters than are kept."""
+    number = int(prompt.split()[-1]) % _NUM_ADAPTERS
+    rows = np.zeros((_NUM_LAYERS, _RANK * 2 * _SIZE), np.float16)
+    rows[:, : _RANK * _SIZE] = np.random.default_rng(number).normal(size=_RANK * _SIZE)  # A; B: 0
+    config = [(_QUERIES, layer, _RANK) for layer in range(_NUM_LAYERS)]
+    values = _asked(prompt)
+    values["lora_task_id"] = np.array(number, np.uint64)
+    values |= {"lora_weights": rows, "lora_config": np.array(config, np.int32)}
+    return Question(values, lambda answer: is_whole(prompt, answer.text, _NUM_TOKENS))
+
+
 QUESTIONS: dict[str, tuple[Callable[[str], Question], ...]] = {
     "beams": (beams,),
     "several sequences": (several,),
@@ -169,6 +183,7 @@ QUESTIONS: dict[str, tuple[Callable[[str], Question], ...]] = {
     "deadline": (allotted_time, queue_time),
     "log probabilities": (log_probabilities,),
     "stop words": (stop_words,),
+    "adapters": (adapter,),
 }
 
 

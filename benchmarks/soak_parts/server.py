@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 
 from inflight_protocol import LLM_MODEL_NAME
-from servers import ServeProcess, start_serve
+from servers import ServeProcess, free_ports, start_serve
+from soak_parts.checkpoints import Kind, write_checkpoint
 
 LAUNCHER = "inflight serve"
 MODEL = "triton_python_backend_stub"
@@ -24,6 +25,10 @@ RELAY = "tensorrt_llm_bls"
 """The model that puts its requests to the other, and the program of its process."""
 
 TRITONSERVER = "tritonserver"
+OPENAI = "inflight openai"
+OPENAI_MODEL = "soaked"
+"""Its name in OpenAI's API."""
+
 DRAIN_SECONDS = 60
 """What a stop waits for requests that run; far more than a stop without any takes."""
 
@@ -49,16 +54,25 @@ class Footprint:
 
 
 class Served:
-    """``inflight serve`` with the demo model in a temporary folder of its own."""
+    """``inflight serve`` with a model of a kind, in a temporary folder of its own."""
 
-    def __init__(self, settings: Mapping[str, object]) -> None:
+    def __init__(self, settings: Mapping[str, object], kind: Kind) -> None:
         self.scratch = Path(tempfile.mkdtemp(prefix="soak-"))
+        model = write_checkpoint(self.scratch / "model", kind)
+        [self.openai_port] = free_ports(1)
         paths = [os.environ.get("PYTHONPATH", ""), str(_INSIDE)]
         # --verbose: what the servers say, also those that died, is kept in one place.
         self._running = start_serve(
             self.scratch,
-            settings=settings,
-            options=[f"--drain-seconds={DRAIN_SECONDS}", f"--add={RELAY}", "--verbose"],
+            model=model,
+            settings={**settings, **kind.settings},
+            options=[
+                f"--drain-seconds={DRAIN_SECONDS}",
+                f"--add={RELAY}",
+                f"--openai-port={self.openai_port}",
+                f"--served-model-name={OPENAI_MODEL}",
+                "--verbose",
+            ],
             environment={
                 "PYTHONPATH": os.pathsep.join(filter(None, paths)),
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -77,8 +91,12 @@ class Served:
         os.kill(pids_of(self._running)[program], number)
 
     def footprints(self) -> dict[str, Footprint]:
-        """By program, of the processes that run now."""
-        return {name: footprint(pid) for name, pid in pids_of(self._running).items()}
+        """By program, of the processes that run now; one that has ended meanwhile is not there."""
+        found = {}
+        for name, pid in pids_of(self._running).items():
+            with suppress(psutil.NoSuchProcess):
+                found[name] = footprint(pid)
+        return found
 
     def shared_memory(self) -> set[str]:
         """The regions of this run."""
@@ -101,6 +119,10 @@ class Served:
 def pids_of(running: ServeProcess) -> dict[str, int]:
     """By program, of the processes that run now; of a model other than the LLM by its name."""
     pids = {LAUNCHER: running.process.pid}
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(running.process.pid).children():
+            if "openai" in child.cmdline():
+                pids[OPENAI] = child.pid
     for pid, line in running.processes().items():
         program, *arguments = line.split("\0")
         models = [Path(each).parts[-3] for each in arguments if each.endswith("/model.py")]

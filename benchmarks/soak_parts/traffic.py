@@ -20,7 +20,10 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2_grpc
 
-from load import LLM_MODEL, Answer, EventStream, encode, with_limit
+from inflight_client.address import Address
+from inflight_client.terminal.load import EventStream
+from load import LLM_MODEL, Answer, encode, send, with_limit
+from servers import HOST
 from soak_parts.answers import OUT_OF_TIME, QUESTIONS, is_cut, is_whole
 from soak_parts.server import RELAY
 
@@ -31,11 +34,13 @@ SERVED_TWICE = "duplicate came late"
 
 _QUESTION_SECONDS = 120.0
 _PROBE_SECONDS = 20.0
+# What OpenAI's API says meanwhile.
+_UNREACHED = ("connection to the inference server ended", "inference server cannot be reached")
 # What a server says that stops, hangs, or has lost its model process (the last to who came through
 # a relay); and one that is full.
-HARM = ("shutting down", "makes no progress", "not healthy", "has ended")
+HARM = ("shutting down", "makes no progress", "not healthy", "has ended", *_UNREACHED)
 _REFUSALS = ("Maximum queue size", *HARM)
-# Share of requests by kind; three in ten are cancelled.
+# Weights of the kinds of requests; almost three in ten are cancelled.
 _KINDS = {
     "complete": 32,
     "cancelled": 30,
@@ -44,11 +49,12 @@ _KINDS = {
     "bad": 8,
     "duplicate": 2,
     "feature": 12,
+    "completion": 8,
 }
 _RELAYED = 0.15
 """Share of those to be completed or cancelled that go through a model that relays."""
 
-_HTTP_STATUSES = (400,)
+_HTTP_STATUSES = (400, 503)
 _THROUGH = {LLM_MODEL: "", RELAY: ", relayed"}
 _PLAIN = {"text_input", "max_tokens", "stream"}  # asks for an answer of which each byte is known
 _MAX_WRONG = 1000  # texts of what is wrong; the rest is only counted
@@ -72,6 +78,13 @@ _BAD: tuple[tuple[dict[str, Any], str], ...] = (
         "is no regex that can be used",
     ),
 )
+
+
+class OpenAIAddress(NamedTuple):
+    """Of OpenAI's API on this machine, and the name that the model has there."""
+
+    port: int
+    model: str
 
 
 class NotAnswered(Exception):
@@ -127,8 +140,12 @@ class Tally:
 class Traffic:
     """Workers that send one request after the other until told to stop."""
 
-    def __init__(self, grpc_url: str, http_port: int, seed: int) -> None:
+    def __init__(
+        self, grpc_url: str, http_port: int, openai: OpenAIAddress, seed: int, *, has_beams: bool
+    ) -> None:
         self.tally = Tally()
+        self._openai = openai
+        self._questions = [each for each in QUESTIONS if has_beams or each != "beams"]
         self.names: list[str] = []
         self.spans: deque[Span] = deque(maxlen=50_000)
         """Of the last requests that came to some end: those of minutes, also on a fast machine."""
@@ -256,7 +273,7 @@ class Traffic:
         return is_refused
 
     async def _feature(self) -> bool:
-        what = self._draw.choice(list(QUESTIONS))
+        what = self._draw.choice(self._questions)
         prompt = self._values(0)["text_input"]
         question = self._draw.choice(QUESTIONS[what])(prompt)
         answer = await self.read(self._new_name(), question.values)
@@ -298,7 +315,7 @@ class Traffic:
     async def _reset(self) -> bool:
         """An HTTP stream whose connection is reset after its first tokens."""
         values = self._values(LONG)
-        stream = await EventStream.send(self._http_port, values)
+        stream = await send(self._http_port, values)
         try:
             await asyncio.wait_for(stream.read_head(), SILENCE_SECONDS)
             if stream.status != 200:
@@ -311,6 +328,34 @@ class Traffic:
             return False
         finally:
             stream.reset()
+
+    async def _completion(self) -> bool:
+        """A stream of OpenAI's API, read to its end."""
+        values = self._values(self._draw.choice((4, 20, 60, 150)))
+        asked = {"model": self._openai.model, "prompt": values["text_input"], "temperature": 0}
+        asked |= {"max_tokens": values["max_tokens"], "stream": True}
+        address = Address("http", HOST, self._openai.port)
+        stream = await EventStream.send(address, "/v1/completions", asked)
+        text = ""
+        try:
+            await asyncio.wait_for(stream.read_head(), SILENCE_SECONDS)
+            if stream.status != 200:
+                error = await asyncio.wait_for(stream.read_error(), SILENCE_SECONDS)
+                await self._count_error(error, stream.status)
+                return True
+            async for event in with_limit(stream.events(), SILENCE_SECONDS):
+                if error := event.get("error"):
+                    await self._count_error(str(error["message"]))
+                    return True
+                text += event["choices"][0]["text"]
+        except ValueError as error:
+            self.tally.blame(f"an answer of OpenAI's API could not be read: {error!r:.200}")
+            return False
+        finally:
+            stream.reset()
+        is_right = is_whole(values["text_input"], text, values["max_tokens"])
+        self._count("completed, OpenAI's API", values, text, is_right=is_right)
+        return False
 
     async def _read_events(self, stream: EventStream, values: dict[str, Any]) -> bool:
         """Judge the first events of a stream."""

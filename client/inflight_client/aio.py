@@ -208,6 +208,14 @@ class AsyncInflightClient:
         pieces = [response.tensors.get("recording", ()) async for response in responses]
         return "".join(text for piece in pieces for text in piece)
 
+    async def live(
+        self, cursor: str = "", *, blocks: bool = False, timeout: float | None = HEALTH_TIMEOUT
+    ) -> dict[str, Any]:
+        """What is in flight, and what has happened since ``cursor``, that of the answer before; for
+        the keys see `inflight_backend.triton.live`. ``blocks``: and who holds which block."""
+        call = question(self._model, "live", live_since=cursor, live_blocks=blocks)
+        return await ask(self._transport, call, timeout)
+
     async def health(self, *, timeout: float = HEALTH_TIMEOUT) -> bool:
         """Whether the model will serve a request sent now; `ServerUnreachable` without an answer,
         `RequestTimeout` if the model does not, as one that hangs."""

@@ -1,4 +1,5 @@
-"""The command ``inflight``: generate, stop, stats, why, record, health, demo, and plug-ins.
+"""The command ``inflight``: generate, chat, top, bench, stop, stats, why, record, health, demo, and
+plug-ins.
 
 A package adds commands with an entry point of the group ``inflight.commands`` that names a typer
 app, or one command as a function with typer annotations. Heavy imports happen inside the commands,
@@ -13,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points, version
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from inflight_client.errors import InflightError
-from inflight_client.headers import parse_headers
+from inflight_client.headers import API_KEY_VARIABLE, parse_headers
 from inflight_scheduler.sampling import SETTINGS
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 PLUGIN_GROUP = "inflight.commands"
 
+_OPENAI_URL = "http://127.0.0.1:9000"
 _NOT_READY = "not ready: the model is loading, shutting down, stuck or not there\n"
 
 EXIT_INTERRUPTED = 130
@@ -44,7 +47,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Serve a model with in-flight batching, and talk to it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -53,6 +55,28 @@ UrlOption = Annotated[
     typer.Option(help="host:port of the server.", show_default="127.0.0.1:8001, with --http :8000"),
 ]
 HttpOption = Annotated[bool, typer.Option("--http", help="Use HTTP instead of gRPC.")]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar=API_KEY_VARIABLE,
+        help="A key that clients of OpenAI's API must send; others on the machine see options, so "
+        "better in the environment or a file.",
+    ),
+]
+ApiKeyFileOption = Annotated[
+    Path | None, typer.Option(help="A file with such keys, one in a line.")
+]
+ServedNameOption = Annotated[
+    str | None,
+    typer.Option(help="What clients of OpenAI's API call the model; default: the server's name."),
+]
+ChatTemplateOption = Annotated[
+    Path | None, typer.Option(help="A Jinja file instead of the checkpoint's chat template.")
+]
+ToolParserOption = Annotated[
+    str | None,
+    typer.Option(help="How the model writes tool calls; default: what its template tells."),
+]
 HeaderOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -126,6 +150,9 @@ def generate(
         str | None,
         typer.Option(help="json, or json_schema=FILE, regex=FILE or ebnf_grammar=FILE."),
     ] = None,
+    lora: Annotated[
+        str | None, typer.Option(help="Name of the adapter that the server answers with.")
+    ] = None,
     priority: Annotated[float | None, typer.Option(help="0 to 1, the higher the earlier.")] = None,
     cache_salt: Annotated[
         str | None, typer.Option(help="Share cached text only with requests of the same salt.")
@@ -143,6 +170,7 @@ def generate(
         "stop_words": stop_word or None,
         "stop_token_ids": stop_token_id or None,
         "bad_words": bad_word or None,
+        "lora": lora,
         "priority": priority,
         "cache_salt": cache_salt,
         "max_queue_time_ms": max_queue_time_ms,
@@ -154,6 +182,156 @@ def generate(
         for text in _answer(client, prompt, max_tokens, request_id, stream, options):
             _write(text)
         _write("\n")
+
+
+@app.command()
+def chat(
+    url: Annotated[
+        str, typer.Option(help="Where OpenAI's API is: of inflight, or of any other server.")
+    ] = _OPENAI_URL,
+    api_key: ApiKeyOption = None,
+    model: Annotated[
+        str | None, typer.Option(help="Default: the one that the server names first.")
+    ] = None,
+    system: Annotated[str, typer.Option(help="The system message.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Of each answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
+) -> None:
+    """Talk to a model. /help tells the commands; Ctrl-C ends an answer, Ctrl-D the chat.
+
+    Into a pipe only what the model says; each line of the input is a message.
+    """
+    from inflight_client.terminal.chat import (
+        Chat,
+        Conversation,
+        connect,
+        first_model,
+        remember_lines,
+    )
+
+    settings = {"max_tokens": max_tokens, "temperature": temperature}
+    with _reported_errors(), connect(url, api_key) as client:
+        chosen = {name: value for name, value in settings.items() if value is not None}
+        conversation = Conversation(model or first_model(client), system, chosen)
+        if sys.stdin.isatty():
+            remember_lines()
+        Chat(client, conversation, _write, lambda text: typer.echo(text, err=True)).run()
+
+
+@app.command()
+def top(
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 0.5,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
+    url: UrlOption = None,
+    http: HttpOption = False,
+    header: HeaderOption = None,
+) -> None:
+    """Watch a server: tokens a second, latencies, the cache, and a row for each request."""
+    import time
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from inflight_client.terminal.top import Board
+
+    board, console, cursor = Board(), Console(), ""
+    is_drawn = not json_lines and not once
+    live = Live(
+        get_renderable=lambda: board.render(console.height),
+        console=console,
+        screen=is_drawn,
+        auto_refresh=False,
+    )
+    with _reported_errors(), _connect(url, http, header) as client:
+        if is_drawn:
+            live.start()
+        try:
+            while True:
+                answer = client.live(cursor)
+                cursor = answer["cursor"]
+                board.take(answer)
+                if json_lines:
+                    _write(json.dumps(answer) + "\n")
+                elif once:
+                    console.print(board.render(len(answer["requests"]) + 9))
+                else:
+                    live.refresh()
+                if once:
+                    return
+                time.sleep(interval)
+        finally:
+            if is_drawn:
+                live.stop()
+
+
+@app.command()
+def bench(
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="The server, by HTTP.", show_default=f"{_OPENAI_URL}, with --api kserve :8000"
+        ),
+    ] = None,
+    api: Annotated[str, typer.Option(help="openai (completions) or kserve.")] = "openai",
+    api_key: ApiKeyOption = None,
+    model: Annotated[
+        str | None, typer.Option(help="Default: the one that the server names first.")
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option("--concurrency", "-c", min=1, help="Clients at once; repeatable."),
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option("--rate", "-r", min=0.001, help="Or requests a second; repeatable."),
+    ] = None,
+    num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1)] = 64,
+    prompt_words: Annotated[int, typer.Option(min=1, help="Of random prompts, in words.")] = 32,
+    prompt: Annotated[str | None, typer.Option(help="One text for all, instead.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 64,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Answers have all tokens; not all servers can.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request.")] = 300.0,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    json_line: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a server: latencies and throughput, with so many clients or at a rate.
+
+    The load shares this machine with the server if that is here. Exit code 1 if a request failed.
+    """
+    from inflight_client.terminal.bench import run_bench
+
+    with _reported_errors():
+        outcomes = run_bench(
+            url=url,
+            api=api,
+            api_key=api_key,
+            model=model,
+            concurrency=concurrency or ([] if rate else [1, 8]),
+            rates=rate or [],
+            num_requests=num_requests,
+            prompts=prompt or prompt_words,
+            max_tokens=max_tokens,
+            ignores_eos=ignore_eos,
+            timeout=timeout,
+            seed=seed,
+            shows_progress=sys.stderr.isatty() and not json_line,
+        )
+    if json_line:
+        _write(json.dumps([each.figures() for each in outcomes]) + "\n")
+    else:
+        from rich.console import Console
+
+        from inflight_client.terminal.bench import bench_table
+
+        Console().print(bench_table(outcomes))
+        for each in outcomes:
+            for reason, number in each.errors.items():
+                typer.echo(f"{each.load}: {number} x {reason}", err=True)
+    if any(each.errors for each in outcomes):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -257,6 +257,7 @@ class InflightClient:
     stats = _forward(AsyncInflightClient.stats, _Worker.iterate)
     why = _forward(AsyncInflightClient.why, _Worker.run)
     describe = _forward(AsyncInflightClient.describe, _Worker.run)
+    live = _forward(AsyncInflightClient.live, _Worker.run)
     recording = _forward(AsyncInflightClient.recording, _Worker.run)
     health = _forward(AsyncInflightClient.health, _Worker.run)
 

@@ -228,7 +228,7 @@ def _server() -> Iterator[str]:
     shuts the server down in order.
     """
     ports = dict(zip(("http", "grpc", "metrics"), _free_ports(3), strict=True))
-    options = [f"--{name}-port={port}" for name, port in ports.items()]
+    options = [f"--{name}-port={port}" for name, port in {**ports, "openai": 0}.items()]
     command = [sys.executable, "-m", "inflight_client.cli", "serve", f"--host={_HOST}", *options]
     with tempfile.TemporaryFile() as log:
         process = psutil.Popen(

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Sequence
+import struct
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import grpc.aio
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
-from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
+from tritonclient.utils import serialize_byte_tensor
 
 from inflight_client.address import Address
 from inflight_client.errors import (
@@ -38,6 +39,16 @@ _RECONNECT_MS = 1000
 # told otherwise (gRPC's guide on keepalive).
 _KEEPALIVE_MS = 310_000
 _KEEPALIVE_TIMEOUT_MS = 60_000
+
+_SIZE = struct.Struct("<I")  # of a text
+_FORMATS: Mapping[str, Literal["i", "q", "Q", "f", "?"]] = {
+    "INT32": "i",
+    "INT64": "q",
+    "UINT64": "Q",
+    "FP32": "f",
+    "BOOL": "?",
+}
+"""Of a little-endian machine, as the wire is and all that gRPC's wheels are built for."""
 
 _STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -283,8 +294,22 @@ def _unreachable(address: Address, details: str) -> ServerUnreachable:
 
 
 def _values(datatype: str, raw: bytes) -> Sequence[Any]:
+    """The numbers or texts of a tensor. numpy takes ten times as long for a few of them, and a
+    stream has three tensors with each token."""
     if datatype == "BYTES":
-        # Python models cannot send half a character; other models might, and get U+FFFD.
-        return [item.decode("utf-8", errors="replace") for item in deserialize_bytes_tensor(raw)]
+        return _texts(raw)
+    if (kind := _FORMATS.get(datatype)) is not None:
+        return memoryview(raw).cast(kind).tolist()
     values: list[Any] = np.frombuffer(raw, dtype=DTYPE_TO_NUMPY[datatype]).tolist()
     return values
+
+
+def _texts(raw: bytes) -> list[str]:
+    """Each has its length before it."""
+    texts, start = [], 0
+    while start < len(raw):
+        (size,) = _SIZE.unpack_from(raw, start)
+        start += _SIZE.size + size
+        # Python models cannot send half a character; other models might, and get U+FFFD.
+        texts.append(raw[start - size : start].decode("utf-8", errors="replace"))
+    return texts

@@ -64,6 +64,28 @@ def _lines(arguments: Iterable[str]) -> Iterator[str]:
         yield from filter(str.strip, text.splitlines())
 
 
+API_KEY_VARIABLE = "INFLIGHT_API_KEY"
+
+
+def read_api_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
+    """The keys of a server that asks for one: ``key``, and the lines of ``file``; empty if both are
+    None. `InvalidArgument` for a key that no client can send, and for a file without one."""
+    keys = [] if key is None else [key]
+    if file is not None:
+        try:
+            text = file.read_text(encoding="ascii")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no ASCII text"
+            raise InvalidArgument(f"--api-key-file {file} cannot be read: {reason}.") from None
+        found = [line.strip() for line in text.splitlines() if line.strip()]
+        if not found:
+            raise InvalidArgument(f"--api-key-file {file} has no key: write one in a line.")
+        keys += found
+    if not all(map(_VALUE.fullmatch, keys)):
+        raise InvalidArgument("--api-key: a key is ASCII text without blanks at its ends.")
+    return tuple(keys)
+
+
 def is_denied(words: str) -> bool:
     """Whether Triton says with ``words`` that a header of a restricted API is missing or wrong."""
     return _DENIED.search(words) is not None

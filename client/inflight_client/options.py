@@ -56,6 +56,8 @@ _QUESTION_TO_OUTPUTS: dict[str, tuple[str, ...]] = {
     "ready": (),
     "why": ("why",),
     "recording": ("recording",),
+    "lora_adapters": ("description",),
+    "live": ("live",),
 }
 
 
@@ -86,6 +88,7 @@ class GenerateOptions(TypedDict, total=False):
     guide: str
     n: int
     logits_processor: str
+    lora: str
 
 
 OPTION_TO_INPUT: dict[str, str] = {
@@ -95,6 +98,7 @@ OPTION_TO_INPUT: dict[str, str] = {
     "guide": "guided_decoding_guide",
     "n": "num_return_sequences",
     "logits_processor": "logits_post_processor_name",
+    "lora": "lora_name",
 }
 """Key of `GenerateOptions` -> input tensor."""
 

@@ -9,14 +9,16 @@ ends the request on the server. Nothing of a prompt or an answer is logged.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import json
 import logging
 import re
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -31,14 +33,37 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inflight_client.errors import InflightError, InvalidArgument
-from inflight_openai.errors import ApiError, from_server, model_not_found
-from inflight_openai.generation import GenerationRequest, parse_chat, parse_completion
+from inflight_client.errors import InflightError, InvalidArgument, ServerError
+from inflight_openai.errors import (
+    NO_MODEL,
+    ApiError,
+    bad_field,
+    from_server,
+    model_not_found,
+)
+from inflight_openai.generation import (
+    GenerationRequest,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+from inflight_openai.page.routes import FILES, Page
+from inflight_openai.page.texts import TextLog
 from inflight_openai.prompts import PromptReader
 from inflight_openai.responses import DONE, EventWriter, Head, WholeAnswer, error_event
+from inflight_openai.responses_api.request import parse_response
+from inflight_openai.responses_api.writer import ResponseWriter
 from inflight_openai.schema import UnknownFields
 from inflight_openai.settings import FrontSettings
-from inflight_openai.triton_client import MetricsPage, TritonClient, encode_calls
+from inflight_openai.triton_client import (
+    MetricsPage,
+    Piece,
+    TritonClient,
+    call_names,
+    encode_calls,
+    with_lora_requests,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -48,8 +73,16 @@ _MAX_INLINE_TOKENS = 4096  # of an answer that the event loop encodes itself, in
 _LAST_SECONDS = 1.0  # for a client to read why its request was ended
 
 _CALLS = (
-    "POST /v1/completions, POST /v1/chat/completions, GET /v1/models, /health, /metrics, /version, "
-    "/server_info and /model_info"
+    "POST /v1/completions, /v1/chat/completions, /v1/responses, /tokenize and /detokenize, "
+    "GET /v1/models, /health, /metrics, /version, /server_info and /model_info"
+)
+_OPEN_PATHS = frozenset({"/health", "/ping", *FILES})
+"""Asked without a key: by programs that watch a server, and the files of the page."""
+
+_NO_KEY = ApiError(
+    401,
+    "a key is needed, and there is none here, or a wrong one: Authorization: Bearer KEY",
+    code="invalid_api_key",
 )
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+|null")  # null: a page from a file
 _JSON_HEADERS = {"Content-Type": "application/json; charset=utf-8"}
@@ -76,36 +109,37 @@ class OpenAIApp:
         self.settings = settings
         self.triton = triton
         self.reader = reader
+        self._created = int(time.time())
         self.admission = Admission(settings.max_requests, settings.timeout)
         self.unknown = UnknownFields(is_strict=settings.is_strict)
         self.threads = anyio.CapacityLimiter(_NUM_THREADS)
         self._metrics_page = metrics
+        self.texts = TextLog(reader.decode) if settings.shows_text else None
 
     def asgi(self) -> ASGIApp:
         """The application; `InvalidArgument` for an allowed origin that is none.
 
         Starlette's middleware wraps every message, so that the events of streams go around it.
         """
-        model = {
-            "id": self.reader.name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "inflight",
-            "max_model_len": self.reader.limits.max_seq_len,
-        }
-
-        async def find_model(request: Request) -> Response:
-            if request.path_params["name"] != self.reader.name:
-                raise model_not_found(self.reader.name)
-            return JSONResponse(model)
-
-        pages = {"/v1/models": {"object": "list", "data": [model]}, **self._pages_for_gateways()}
+        pages = self._pages_for_gateways()
+        page = Page(self.triton, self._describe, lambda: self.admission.is_closed, self.texts)
+        changes = [
+            Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
+        ]
         info = Starlette(
             routes=[
                 Route("/health", self._health),
+                Route("/ping", self._health),
                 Route("/metrics", self._metrics),
-                Route("/v1/models/{name:path}", find_model),  # names may have slashes
+                *(changes if self.settings.loads_adapters else ()),
+                Route("/v1/models", self._list_models),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/detokenize", self._detokenize, methods=["POST"]),
+                *(Route(path, _not_served, methods=["POST"]) for path in _NOT_SERVED),
+                Route("/v1/models/{name:path}", self._find_model),  # names may have slashes
                 *(Route(path, JSONResponse(pages[path]), methods=["GET"]) for path in pages),
+                *(page.routes() if self.settings.has_page else ()),
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )
@@ -115,11 +149,100 @@ class OpenAIApp:
             routes=[
                 Route("/v1/completions", GenerationCall(self, parse_completion, self.threads)),
                 Route("/v1/chat/completions", GenerationCall(self, parse_chat, chat_threads)),
+                Route("/v1/responses", GenerationCall(self, parse_response, chat_threads)),
             ],
             default=info,
             redirect_slashes=False,
         )
-        return cors(app, self.settings.allowed_origins)
+        guarded = require_key(app, self.settings.api_keys)
+        return cors(guarded, self.settings.allowed_origins)  # which answers before a key is sent
+
+    def _card(self, name: str) -> dict[str, Any]:
+        """The model, or one of its adapters, whose ``parent`` is the model."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "inflight",
+            "root": name,
+            "parent": None if name == self.reader.name else self.reader.name,
+            "max_model_len": self.reader.limits.max_seq_len,
+        }
+
+    async def _list_models(self, request: Request) -> Response:
+        await self.refresh_adapters()
+        names = [self.reader.name, *sorted(self.reader.adapters)]
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
+
+    async def _find_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self.reader.name:
+            await self.refresh_adapters()
+            if name not in self.reader.adapters:
+                raise model_not_found(self.reader.name)
+        return JSONResponse(self._card(name))
+
+    def _describe(self) -> dict[str, Any]:
+        """What the page shows of the model, and needs to talk to it."""
+        return {
+            "model": self.reader.name,
+            "models": [self.reader.name, *sorted(self.reader.adapters)],
+            "has_chat": self.reader.has_template,
+            "max_seq_len": self.reader.limits.max_seq_len,
+            "shows_text": self.settings.shows_text,
+            "version": version("inflight"),
+        }
+
+    def run(
+        self, generation: GenerationRequest, calls: Sequence[bytes], name: str
+    ) -> AsyncGenerator[Piece, None]:
+        """The pieces of a request that the server knows by ``name``; close the generator."""
+        pieces = self.triton.run(generation, calls)
+        if self.texts is None:
+            return pieces
+        names = call_names(name, len(calls))
+        return self.texts.follow(pieces, names, generation.prompts, generation.num_answers)
+
+    async def refresh_adapters(self) -> None:
+        """Other fronts load and unload them, too. What was known stays where the server does not
+        answer, or runs without."""
+        with suppress(InflightError):
+            self.reader.adapters = await self.triton.adapters()
+
+    async def _load_adapter(self, request: Request) -> Response:
+        """vLLM's call: ``{"lora_name", "lora_path"}``."""
+        name, path = await self._read_strings(request, "lora_name", "lora_path")
+        if name == self.reader.name:
+            raise bad_field("lora_name", "the model itself has this name")
+        await self._change_adapters(lora_name=name, lora_path=path)
+        return Response(f"Success: LoRA adapter '{name}' added successfully")
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        """vLLM's call: ``{"lora_name"}``."""
+        (name,) = await self._read_strings(request, "lora_name")
+        await self.refresh_adapters()
+        if name not in self.reader.adapters:
+            raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "lora_name")
+        await self._change_adapters(lora_name=name)
+        return Response(f"Success: LoRA adapter '{name}' removed successfully")
+
+    async def _change_adapters(self, **change: str) -> None:
+        try:
+            self.reader.adapters = await self.triton.adapters(**change)
+        except ServerError as error:
+            raise from_server(error, "lora_name") from None
+
+    async def _read_strings(self, request: Request, *names: str) -> list[str]:
+        """These fields of a JSON object; others, as vLLM has some, ask for nothing here."""
+        try:
+            body = json.loads(await _read_body(request, self.settings))
+        except (ValueError, RecursionError):  # or nested too deeply
+            raise ApiError(400, "the body is not JSON") from None
+        values = [body.get(name) if isinstance(body, dict) else None for name in names]
+        for name, value in zip(names, values, strict=True):
+            if not isinstance(value, str) or not value:
+                raise bad_field(name, "expected a string")
+        return [str(value) for value in values]
 
     def _pages_for_gateways(self) -> dict[str, dict[str, Any]]:
         """Path -> content, as vLLM and SGLang have them. Clients that look for files find the model
@@ -152,8 +275,32 @@ class OpenAIApp:
             is_ready = False
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
+    async def _tokenize(self, request: Request) -> Response:
+        """vLLM's call: the tokens of a prompt, or of a chat."""
+        raw = await _read_body(request, self.settings)
+        with anyio.fail_after(self.settings.thread_timeout):
+            ids = await anyio.to_thread.run_sync(
+                lambda: parse_tokenize(raw, self.reader, self.unknown), limiter=self.threads
+            )
+        limit = self.reader.limits.max_seq_len
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": limit})
+
+    async def _detokenize(self, request: Request) -> Response:
+        """vLLM's call: the text of tokens."""
+        raw = await _read_body(request, self.settings)
+        with anyio.fail_after(self.settings.thread_timeout):
+            text = await anyio.to_thread.run_sync(
+                lambda: parse_detokenize(raw, self.reader), limiter=self.threads
+            )
+        return JSONResponse({"prompt": text})
+
     async def _metrics(self, request: Request) -> Response:
-        content, kind = await self._metrics_page.read()
+        labels = asyncio.create_task(self.triton.lora_requests())  # both may take seconds
+        try:
+            content, kind = await self._metrics_page.read()
+            content = with_lora_requests(content, await labels)
+        finally:
+            labels.cancel()
         return Response(content, headers={"Content-Type": kind})
 
 
@@ -251,22 +398,38 @@ class GenerationCall:
             return
         watch = asyncio.create_task(_end_without_client(request, place))
         try:
-            generation, head, calls = await self._in_thread(
-                self.threads, lambda: self._prepare(raw)
-            )
+            generation, head, calls, name = await self._prepared(raw)
             answer = self._stream if generation.is_streaming else self._answer
-            await answer(generation, head, calls, reply)
+            await answer(generation, head, self.app.run(generation, calls, name), reply)
         finally:
             watch.cancel()
 
-    def _prepare(self, raw: bytes) -> tuple[GenerationRequest, Head, list[bytes]]:
+    async def _prepared(self, raw: bytes) -> tuple[GenerationRequest, Head, list[bytes], str]:
+        """A model that is not known may be an adapter that another front has loaded."""
+        app = self.app
+        try:
+            return await self._in_thread(self.threads, lambda: self._prepare(raw))
+        except ApiError as error:
+            known = app.reader.adapters
+            if error.code != NO_MODEL:
+                raise
+            await app.refresh_adapters()
+            if app.reader.adapters == known:
+                raise
+        return await self._in_thread(self.threads, lambda: self._prepare(raw))
+
+    def _prepare(self, raw: bytes) -> tuple[GenerationRequest, Head, list[bytes], str]:
         app = self.app
         generation = self.parse(raw, app.reader, app.unknown, app.settings)
         kind, own_id = ("chatcmpl-" if generation.is_chat else "cmpl-"), uuid.uuid4().hex
+        kind = kind if generation.response_fields is None else "resp_"
         # A client's id is for its answer alone: two of the same would clash on the server.
         answer_id = kind + (generation.request_id or own_id)
-        head = Head(answer_id, int(time.time()), app.reader.name, generation.is_chat)
-        return generation, head, encode_calls(generation, kind + own_id)
+        head = Head(answer_id, int(time.time()), generation.model, generation.is_chat)
+        calls = encode_calls(
+            generation, kind + own_id, tells_cached=app.triton.takes("return_num_cached_tokens")
+        )
+        return generation, head, calls, kind + own_id
 
     async def _in_thread(
         self, threads: anyio.CapacityLimiter, work: Callable[[], _Result]
@@ -283,10 +446,18 @@ class GenerationCall:
             raise _described(error) from None
 
     async def _answer(
-        self, generation: GenerationRequest, head: Head, calls: Sequence[bytes], reply: Reply
+        self,
+        generation: GenerationRequest,
+        head: Head,
+        source: AsyncGenerator[Piece, None],
+        reply: Reply,
     ) -> None:
-        answer = WholeAnswer(head, generation, self.app.reader.token)
-        async with aclosing(self.app.triton.run(generation, calls)) as pieces:
+        answer: WholeAnswer | ResponseWriter
+        if generation.response_fields is None:
+            answer = WholeAnswer(head, generation, self.app.reader.token)
+        else:
+            answer = self._response_writer(head, generation)
+        async with aclosing(source) as pieces:
             async for piece in pieces:
                 answer.add(piece)
         if generation.has_log_probs or answer.num_tokens > _MAX_INLINE_TOKENS:
@@ -296,16 +467,27 @@ class GenerationCall:
         await reply.send(200, _JSON_HEADERS, body)
 
     async def _stream(
-        self, generation: GenerationRequest, head: Head, calls: Sequence[bytes], reply: Reply
+        self,
+        generation: GenerationRequest,
+        head: Head,
+        source: AsyncGenerator[Piece, None],
+        reply: Reply,
     ) -> None:
         """The head leaves with the first event: a refusal of the server gets its own status."""
-        writer = EventWriter(head, generation, self.app.reader.token)
-        async with aclosing(self.app.triton.run(generation, calls)) as pieces:
+        writer: EventWriter | ResponseWriter
+        writer, done = EventWriter(head, generation, self.app.reader.token), DONE
+        if generation.response_fields is not None:
+            writer, done = self._response_writer(head, generation), b""
+        async with aclosing(source) as pieces:
             async for piece in pieces:
                 if event := writer.piece(piece):
                     await reply.stream(event)
-        await reply.stream(writer.ending() + DONE)
+        await reply.stream(writer.ending() + done)
         await reply.finish()
+
+    def _response_writer(self, head: Head, generation: GenerationRequest) -> ResponseWriter:
+        reader = self.app.reader
+        return ResponseWriter(head, generation, reader.token, reader.count_tokens)
 
 
 async def _end_without_client(request: Request, place: Place) -> None:
@@ -396,8 +578,31 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
 
+def require_key(app: ASGIApp, keys: Sequence[str]) -> ASGIApp:
+    """``app`` for clients that send one of ``keys``, compared in constant time; for all if there
+    are none."""
+    digests = [_digest(key) for key in keys]
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+            kind, _, given = Request(scope).headers.get("authorization", "").partition(" ")
+            digest = _digest(given.strip())
+            matches = [hmac.compare_digest(digest, each) for each in digests]
+            if kind.lower() != "bearer" or not any(matches):
+                await (await _api_error(Request(scope), _NO_KEY))(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return guarded if keys else app
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
 def cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """``app`` for pages of ``origins``, too; `InvalidArgument` for what is no origin."""
+    """``app`` for pages of ``origins``, too, but for the live page's own files and calls;
+    `InvalidArgument` for what is no origin."""
     for each in origins:
         if each != "*" and not _ORIGIN.fullmatch(each):
             raise InvalidArgument(
@@ -407,7 +612,28 @@ def cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     if not origins:
         return app
     # Headers of the `openai` package are many and change.
-    return CORSMiddleware(app, origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+    shared = CORSMiddleware(app, origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+
+    async def chosen(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["type"] == "http" else ""
+        is_page = path in FILES or path.startswith("/page/")
+        await (app if is_page else shared)(scope, receive, send)
+
+    return chosen
+
+
+_NOT_SERVED = {
+    "/v1/embeddings": "embeddings need a model made for them; this one generates text",
+    "/v1/moderations": "moderations need a model made for them; this one generates text",
+    "/v1/images/generations": "this model generates text",
+    "/v1/audio/speech": "this model generates text",
+    "/v1/audio/transcriptions": "this model reads text",
+}
+"""Path -> why there is no such call."""
+
+
+async def _not_served(request: Request) -> Response:
+    raise ApiError(404, _NOT_SERVED[request.url.path], code="unsupported_endpoint")
 
 
 def _no_such_call(request: Request, status: int, reason: str) -> ApiError:
@@ -427,6 +653,8 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 def _error_headers(error: ApiError) -> dict[str, str]:
     headers = {"Content-Type": "application/json"}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):
         headers["Retry-After"] = "1"
     if error.status == 408:  # the rest of the body would keep the connection open

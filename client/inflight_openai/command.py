@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from inflight_client.cli import HeaderOption
+from inflight_client.cli import (
+    ApiKeyFileOption,
+    ApiKeyOption,
+    ChatTemplateOption,
+    HeaderOption,
+    ServedNameOption,
+    ToolParserOption,
+)
 from inflight_client.errors import InflightError
-from inflight_client.headers import parse_headers
+from inflight_client.headers import parse_headers, read_api_keys
 from inflight_openai.settings import FrontSettings
 
 _DEFAULT = FrontSettings()
@@ -26,12 +32,11 @@ def openai(
         str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to other machines.")
     ] = _DEFAULT.host,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = _DEFAULT.port,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model; default: the server's name.")
-    ] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="A Jinja file instead of the checkpoint's chat template.")
-    ] = None,
+    api_key: ApiKeyOption = None,
+    api_key_file: ApiKeyFileOption = None,
+    served_model_name: ServedNameOption = None,
+    chat_template: ChatTemplateOption = None,
+    tool_parser: ToolParserOption = None,
     default_max_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Bound of chat answers that name none; default: all that fits."),
@@ -58,15 +63,31 @@ def openai(
             show_default="http://HOST OF --url:8002/metrics",
         ),
     ] = None,
+    allow_runtime_lora: Annotated[
+        bool,
+        typer.Option(
+            "--allow-runtime-lora",
+            help="Let clients load and unload adapters, of folders below the server's lora_root.",
+        ),
+    ] = False,
+    page: Annotated[
+        bool, typer.Option(help="Serve the live page at /, which needs a key where calls do.")
+    ] = _DEFAULT.has_page,
+    show_text: Annotated[
+        bool,
+        typer.Option(
+            "--show-text", help="Show prompts and answers on the page, to all with a key."
+        ),
+    ] = False,
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(help="Origin of pages whose browser may call it; * for any; repeatable."),
     ] = None,
 ) -> None:
-    """Serve OpenAI's API in front of an inflight server.
+    """Serve OpenAI's API and the live page in front of an inflight server.
 
     /v1/completions, /v1/chat/completions and /v1/models; for gateways and monitoring /health,
-    /metrics, /version, /server_info and /model_info.
+    /metrics, /version, /server_info and /model_info; for a browser /.
     """
     # gRPC's own lines would block its threads where stderr has no reader.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -79,8 +100,10 @@ def openai(
                 headers=parse_headers(header),
                 host=host,
                 port=port,
+                api_keys=read_api_keys(api_key, api_key_file),
                 served_name=served_model_name,
                 chat_template=chat_template,
+                tool_parser=tool_parser,
                 default_max_tokens=default_max_tokens,
                 max_requests=max_requests,
                 max_body_bytes=max_body_bytes,
@@ -89,6 +112,9 @@ def openai(
                 is_strict=strict,
                 metrics_url=metrics_url,
                 allowed_origins=tuple(allow_origin or ()),
+                loads_adapters=allow_runtime_lora,
+                has_page=page,
+                shows_text=show_text,
             )
         )
     except ImportError as error:

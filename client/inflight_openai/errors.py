@@ -50,6 +50,7 @@ TENSOR_TO_FIELD = {tensor: field for field, tensor in SAMPLING_OPTIONS.items()} 
     "guided_decoding_guide_type": "response_format",
     "guided_decoding_guide": "response_format",
     "input_ids": "prompt",
+    "lora_name": "model",
 }
 """Input tensor -> field of a request body."""
 
@@ -102,10 +103,13 @@ class ApiError(Exception):
         }
 
 
+NO_MODEL = "model_not_found"
+
+
 def model_not_found(served: str) -> ApiError:
     """The error for a request that names another model than ``served``."""
     message = f"the model does not exist here; this is {served}"
-    return ApiError(404, message, "model", "model_not_found")
+    return ApiError(404, message, "model", NO_MODEL)
 
 
 def bad_field(param: str, message: str) -> ApiError:

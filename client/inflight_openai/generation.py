@@ -7,8 +7,9 @@ chat templates): call it from a thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,16 @@ from inflight_openai.schema import (
     Body,
     ChatBody,
     CompletionBody,
+    ToolChoice,
     UnknownFields,
     read_body,
     read_messages,
+    read_object,
+    read_tools,
     shown_number,
 )
 from inflight_openai.settings import MAX_PROMPTS, FrontSettings
+from inflight_openai.tools.reader import Reader
 from inflight_protocol import aliases as penalties
 from inflight_protocol.sampling import SAMPLING_OPTIONS
 
@@ -49,16 +54,37 @@ _LOWEST_TOP_P = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How the answers of a chat are taken apart; ``ends_with_calls``: a finish reason says so.
+
+    ``is_older``: a call is OpenAI's older ``function_call``."""
+
+    new_reader: Callable[[], Reader]
+    one_call: bool = False
+    ends_with_calls: bool = True
+    has_thoughts: bool = True
+    is_older: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One HTTP request: prompts as ids, and the tensors that go with each of them.
 
+    ``model``: what the client called it, or one of its adapters.
     ``includes_usage``: the stream ends with the usage; ``has_running_usage``: so does every event.
     ``echoes``: texts of the prompts, if every answer is to begin with its own.
     ``request_id``: the client's own. ``has_token_ids``: answers include their ids and the prompts';
     ``shows_ids``: log probabilities name tokens by id.
-    ``guide_field``: the field of the body that held the guide.
+    ``guide_field``: the field of the body that held the guide. ``answer``: None if an answer is
+    text and nothing else. ``response_fields``: what a response of ``/v1/responses`` repeats of its
+    request; None for the other calls.
+    ``num_prompt_log_probs``: likeliest tokens in each place of the prompt (vLLM's field). An answer
+    of ``max_tokens`` 0 is left out.
+    ``num_answers``: to each prompt; ``num_shown``: the client gets so many, the likeliest by token;
+    None for all.
     """
 
+    model: str
     is_chat: bool
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
@@ -74,6 +100,25 @@ class GenerationRequest:
     has_token_ids: bool = False
     shows_ids: bool = False
     guide_field: str = "response_format"
+    answer: AnswerFormat | None = None
+    response_fields: Mapping[str, Any] | None = None
+    num_prompt_log_probs: int | None = None
+    num_shown: int | None = None
+
+    @property
+    def needs_prompt_log_probs(self) -> bool:
+        """Whether the tokens of the prompts have log probabilities in the answer."""
+        return self.num_prompt_log_probs is not None or (bool(self.echoes) and self.has_log_probs)
+
+    @property
+    def shows_usage(self) -> bool:
+        """Whether the client is told the numbers of tokens."""
+        return not self.is_streaming or self.includes_usage or self.response_fields is not None
+
+    @property
+    def num_server_top(self) -> int:
+        """Likeliest tokens that the server tells in each place."""
+        return max(self.num_top_log_probs, self.num_prompt_log_probs or 0)
 
 
 def parse_completion(
@@ -82,8 +127,12 @@ def parse_completion(
     """The request to ``/v1/completions``; `ApiError` names what is wrong."""
     body = read_body(raw, CompletionBody, unknown)
     _check_model(body, reader)
+    if read_tools(body).tools:
+        raise unsupported("tools", "only chats have tools: /v1/chat/completions")
     _template_variables(body)  # checked, though there is no template
-    max_tokens = body.max_completion_tokens or body.max_tokens or DEFAULT_COMPLETION_TOKENS
+    max_tokens = body.max_completion_tokens
+    max_tokens = body.max_tokens if max_tokens is None else max_tokens
+    max_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
     adds_special = body.add_special_tokens is not False
     ids = [
         each
@@ -93,8 +142,6 @@ def parse_completion(
     ]
     if not all(ids):
         raise bad_field("prompt", "empty: a prompt needs at least one token")
-    if body.echo and body.logprobs is not None:
-        raise unsupported("echo", "not together with logprobs: prompts have no log probabilities")
     texts = (each if isinstance(each, str) else reader.decode(each) for each in body.prompt)
     echoes = tuple(texts) if body.echo else ()
     prompts = _truncated(body, reader, ids, max_tokens)
@@ -108,17 +155,100 @@ def parse_chat(
     body = read_body(raw, ChatBody, unknown)
     _check_model(body, reader)
     messages, variables = read_messages(body.messages), _template_variables(body)
+    choice = read_tools(body)
     ids = reader.encode_messages(
-        messages, variables, add_special_tokens=bool(body.add_special_tokens)
+        messages, variables, choice.given, add_special_tokens=bool(body.add_special_tokens)
     )
     if body.top_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "only together with logprobs = true")
     log_probs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = body.max_completion_tokens or body.max_tokens
     [prompt] = _truncated(body, reader, [ids], max_tokens or 1)
-    room = max(1, reader.limits.max_seq_len - len(prompt))
+    room = max(1, reader.limits.room_after(len(prompt)))
     max_tokens = max_tokens or min(room, settings.default_max_tokens or room)
-    return _request(body, reader, [prompt], max_tokens, log_probs, unknown)
+    request = _request(body, reader, [prompt], max_tokens, log_probs, unknown)
+    return _with_answer_format(request, body, reader, choice)
+
+
+def parse_tokenize(raw: bytes, reader: PromptReader, unknown: UnknownFields) -> list[int]:
+    """The ids of the prompt or the messages of a body, as the model would read them."""
+    content = read_object(raw)
+    if "messages" in content:
+        body = read_body(raw, ChatBody, unknown)
+        messages, variables = read_messages(body.messages), _template_variables(body)
+        return reader.encode_messages(
+            messages,
+            variables,
+            read_tools(body).given,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+    prompt, adds_special = content.get("prompt"), content.get("add_special_tokens") is not False
+    if not isinstance(prompt, str):
+        raise bad_field("prompt", f"expected a string, got {kind_of(prompt)}")
+    return reader.encode(prompt, "prompt", add_special_tokens=adds_special)
+
+
+def parse_detokenize(raw: bytes, reader: PromptReader) -> str:
+    """The text of the ``tokens`` of a body."""
+    ids, bound = read_object(raw).get("tokens"), reader.limits.vocab_size - 1
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= bound for i in ids):
+        raise bad_field("tokens", f"expected a list of token ids from 0 to {bound}")
+    return reader.decode(ids)
+
+
+def _with_answer_format(
+    request: GenerationRequest, body: ChatBody, reader: PromptReader, choice: ToolChoice
+) -> GenerationRequest:
+    """``request`` with what its tools and the model's thoughts change: how answers are read, and
+    the guide."""
+    formats, tools = reader.formats, choice.tools
+    is_separate = body.separate_reasoning is not False
+    if not is_separate and not formats.is_harmony:
+        formats = replace(formats, thoughts=None)
+    if not (tools or formats.thoughts):
+        return request
+    values = dict(request.values)
+    is_thinking = reader.ends_within(request.prompts[0], formats.thoughts)
+    is_strict = formats.writes_json and any(tool.is_strict for tool in tools)
+    kind, text = (values.get(f"guided_decoding_guide{end}") for end in ("_type", ""))
+    is_guided = choice.must_call or is_strict or bool(tools and kind)
+    guide_field = request.guide_field
+    if is_guided or kind:
+        content = _content_structure(str(kind), str(text)) if kind else None
+        if kind and content is None and tools:
+            raise unsupported(guide_field, f"{kind} cannot be used together with tools")
+        if content is not None or is_guided:
+            structure = formats.structure(
+                tools,
+                must_call=choice.must_call,
+                one_call=choice.one_call,
+                is_thinking=is_thinking,
+                content=content,
+            )
+            values["guided_decoding_guide_type"] = "structural_tag"
+            values["guided_decoding_guide"] = json.dumps({"format": structure})
+            guide_field = "tools" if is_guided else guide_field
+    marks = formats.marks(has_tools=bool(tools), is_guided=is_guided)
+    if formats.is_harmony or reader.has_special(marks):
+        values["skip_special_tokens"] = False
+    answer = AnswerFormat(
+        new_reader=lambda: formats.new_reader(tools, is_guided=is_guided, is_thinking=is_thinking),
+        one_call=choice.one_call,
+        ends_with_calls=not choice.is_named,
+        has_thoughts=body.include_reasoning is not False,
+        is_older=choice.is_older,
+    )
+    return replace(request, values=values, guide_field=guide_field, answer=answer)
+
+
+def _content_structure(kind: str, guide: str) -> dict[str, Any] | None:
+    """A guide as part of another one; None if it cannot be."""
+    if kind == "json_schema":
+        try:
+            return {"type": "json_schema", "json_schema": json.loads(guide)}
+        except ValueError:
+            raise bad_field("response_format", "the schema is not JSON") from None
+    return {"type": "regex", "pattern": guide} if kind == "regex" else None
 
 
 def _truncated(
@@ -128,12 +258,16 @@ def _truncated(
     name, num_kept, limits = "truncate_prompt_tokens", body.truncate_prompt_tokens, reader.limits
     if num_kept is None:
         return [tuple(prompt) for prompt in prompts]
-    if not -1 <= num_kept <= limits.max_seq_len:
-        raise bad_field(name, f"{shown_number(num_kept)} is outside -1..{limits.max_seq_len}")
+    longest = max(limits.max_seq_len, limits.max_input_len)
+    if not -1 <= num_kept <= longest:
+        raise bad_field(name, f"{shown_number(num_kept)} is outside -1..{longest}")
     if num_kept == 0:
         raise bad_field(name, "0 leaves no prompt; -1 keeps what fits")
     if num_kept == -1:
-        num_kept = max(1, min(limits.max_input_len, limits.max_seq_len - max_tokens))
+        longest = limits.max_input_len
+        if limits.num_start_ids is None:
+            longest = min(longest, limits.max_seq_len - max_tokens)
+        num_kept = max(1, longest)
     return [tuple(prompt[-num_kept:]) for prompt in prompts]
 
 
@@ -151,24 +285,31 @@ def _request(
     ``num_log_probs``: likeliest tokens in each place; None for no log probabilities.
     """
     is_chat = isinstance(body, ChatBody)
-    _check_tools(body)
     guide_field, guide = _guide(body, unknown)
     values = _sampling(body, reader) | guide
-    num_answers = body.n or 1
+    assert body.model is not None, "checked before"
+    if body.model != reader.name:
+        values["lora_name"] = body.model
+    num_answers, num_shown = _num_answers(body)
     if num_answers > 1:
         values["num_return_sequences"] = num_answers
     if len(prompts) * num_answers > MAX_PROMPTS:
-        raise bad_field("n", f"prompts x n may be at most {MAX_PROMPTS}")
-    if (body.best_of or num_answers) != num_answers:
-        raise unsupported("best_of", "only what n says: there is no choice among more answers")
-    if num_log_probs is not None:
+        name = "n" if num_shown is None else "best_of"
+        raise bad_field(name, f"prompts x {name} may be at most {MAX_PROMPTS}")
+    if num_log_probs is not None or num_shown is not None:
         values["return_log_probs"] = True
-    if num_log_probs:
-        values["num_top_log_probs"] = num_log_probs
+    if body.prompt_logprobs is not None and body.stream:
+        raise unsupported("prompt_logprobs", "not in a stream: its prompt would be read first")
+    if num_top := max(num_log_probs or 0, body.prompt_logprobs or 0):
+        values["num_top_log_probs"] = num_top
+    if body.prompt_logprobs is not None or (echoes and num_log_probs is not None):
+        _refuse_for_encoder(body, reader)
+        values["return_context_log_probs"] = True
     includes_usage, has_running_usage = _stream_options(body, unknown)
     for prompt in prompts:
-        reader.limits.check(len(prompt), max_tokens, "messages" if is_chat else "prompt")
+        reader.limits.check(len(prompt), max(max_tokens, 1), "messages" if is_chat else "prompt")
     return GenerationRequest(
+        model=body.model,
         is_chat=is_chat,
         prompts=tuple(prompts),
         max_tokens=max_tokens,
@@ -184,24 +325,36 @@ def _request(
         has_token_ids=bool(body.return_token_ids),
         shows_ids=bool(body.return_tokens_as_token_ids),
         guide_field=guide_field,
+        num_prompt_log_probs=body.prompt_logprobs,
+        num_shown=num_shown,
     )
+
+
+def _refuse_for_encoder(body: Body, reader: PromptReader) -> None:
+    """Of a prompt that an encoder reads the model draws no token."""
+    if reader.limits.num_start_ids is not None:
+        field = "prompt_logprobs" if body.prompt_logprobs is not None else "echo"
+        raise unsupported(field, "an encoder reads the prompt, whose tokens have no probabilities")
+
+
+def _num_answers(body: Body) -> tuple[int, int | None]:
+    """Answers to each prompt, and how many of them the client gets, None for all."""
+    num_shown = body.n or 1
+    num_answers = body.best_of or num_shown
+    if num_answers < num_shown:
+        raise bad_field("best_of", f"{num_answers} is less than n, which is {num_shown}")
+    if num_answers == num_shown:
+        return num_answers, None
+    if body.stream:
+        raise bad_field("best_of", "more than n cannot be streamed: the best is known at the end")
+    return num_answers, num_shown
 
 
 def _check_model(body: Body, reader: PromptReader) -> None:
     if body.model is None:
         raise ApiError(400, "you must provide a model parameter", "model", "missing_parameter")
-    if body.model != reader.name:
-        raise model_not_found(reader.name)
-
-
-def _check_tools(body: Body) -> None:
-    """`ApiError` where the model may be asked to call a tool."""
-    for list_name, choice_name in (("tools", "tool_choice"), ("functions", "function_call")):
-        choice = getattr(body, choice_name)
-        if getattr(body, list_name) is not None and choice != "none":
-            raise unsupported(list_name)
-        if choice not in (None, "none", "auto"):
-            raise unsupported(choice_name)
+    if body.model != reader.name and body.model not in reader.adapters:
+        raise model_not_found(", ".join([reader.name, *sorted(reader.adapters)]))
 
 
 def _stream_options(body: Body, unknown: UnknownFields) -> tuple[bool, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,11 @@ from inflight_openai.chat import (
 )
 from inflight_openai.errors import TOO_LONG, ApiError, bad_field
 from inflight_openai.special_tokens import Marks, SpecialTokens
+from inflight_openai.tools.formats import ModelFormats, Thoughts, find_formats
+from inflight_openai.tools.untold import tell_tools
 
 _MAX_CHARACTERS_PER_TOKEN = 128
+_TAIL_TOKENS = 16  # in which the mark that begins thoughts is found
 _NONE: frozenset[str] = frozenset()
 _REPLACEMENT = "\ufffd"
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte's token of tokenizers with byte fallback
@@ -47,13 +50,23 @@ def token_by_id(token_id: int) -> Token:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The server's limits in tokens; ``end_id`` (-1: none) and ``stop_token_ids`` end an answer."""
+    """The server's limits in tokens; ``end_id`` (-1: none) and ``stop_token_ids`` end an answer.
+
+    ``num_start_ids``: where an encoder reads the prompt, tokens that the answer's text begins with;
+    None where the prompt is what it begins with.
+    """
 
     max_input_len: int
     max_seq_len: int
     vocab_size: int
     end_id: int
     stop_token_ids: tuple[int, ...] = ()
+    num_start_ids: int | None = None
+
+    def room_after(self, num_prompt: int) -> int:
+        """The longest answer to a prompt of so many tokens; it may be below 1."""
+        taken = num_prompt if self.num_start_ids is None else self.num_start_ids
+        return self.max_seq_len - taken
 
     @property
     def context_words(self) -> str:
@@ -74,12 +87,17 @@ class Limits:
                 param,
                 TOO_LONG,
             )
-        total = num_prompt + max_tokens
-        if total > self.max_seq_len:
+        if max_tokens > self.room_after(num_prompt):
+            total, beginning = num_prompt + max_tokens, f"{num_prompt} in the {param}"
+            shortened = f"{param} or completion"
+            if self.num_start_ids is not None:
+                total = self.num_start_ids + max_tokens
+                beginning = f"{self.num_start_ids} that every answer begins with"
+                shortened = "completion"
             raise ApiError(
                 400,
-                f"{words}you requested {total} tokens ({num_prompt} in the {param}, {max_tokens} "
-                f"in the completion). Please reduce the length of the {param} or completion.",
+                f"{words}you requested {total} tokens ({beginning}, {max_tokens} in the "
+                f"completion). Please reduce the length of the {shortened}.",
                 "max_tokens",
                 TOO_LONG,
             )
@@ -95,13 +113,18 @@ class PromptReader:
         tokenizer: Any,
         template: ChatTemplate | None,
         tool_template: ChatTemplate | None,
+        formats: ModelFormats,
         default_sampling: Mapping[str, float],
     ) -> None:
         self.name = name
+        self.adapters: frozenset[str] = frozenset()  # as last heard from the server
         self.limits = limits
         self.default_sampling = default_sampling
+        self.formats = formats
         self.token: TokenOf = TokenReader(tokenizer)
         self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._special_texts = frozenset(each.content for each in added if each.special)
         self._template = template
         self._tool_template = tool_template
         if template is not None or tool_template is not None:
@@ -122,10 +145,25 @@ class PromptReader:
         ids: list[int] = encoding.ids
         return ids
 
+    def count_tokens(self, text: str) -> int:
+        """How many tokens ``text`` has."""
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, without special tokens."""
         text: str = self._tokenizer.decode(ids)
         return text
+
+    def has_special(self, texts: Iterable[str]) -> bool:
+        """Whether one of ``texts`` holds a special token, which is left out of answers."""
+        return any(special in text for text in texts for special in self._special_texts)
+
+    def ends_within(self, ids: Sequence[int], thoughts: Thoughts | None) -> bool:
+        """Whether a prompt ends where thoughts have begun."""
+        if thoughts is None:
+            return False
+        tail = self._tokenizer.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        return bool(tail.rstrip().endswith(thoughts.begin))
 
     def encode_messages(
         self,
@@ -145,6 +183,10 @@ class PromptReader:
                 "or start inflight openai with --chat-template",
                 "messages",
             )
+        if not template.knows("tools"):
+            calls, knows_calls = self.formats.guided_calls, template.knows("tool_calls")
+            messages = tell_tools(messages, tools, calls, knows_calls=knows_calls)
+            tools = ()
         messages = for_template(messages, template.knows)
         try:
             text, marks = self._render(template, messages, variables or {}, tools)
@@ -205,7 +247,10 @@ class PromptReader:
 
 
 def make_prompt_reader(
-    description: Mapping[str, Any], served_name: str | None, chat_template: Path | None
+    description: Mapping[str, Any],
+    served_name: str | None,
+    chat_template: Path | None,
+    tool_parser: str | None = None,
 ) -> PromptReader:
     """From the answer to ``describe``; `InvalidArgument` names what is missing or broken."""
     files = description["files"]
@@ -225,17 +270,21 @@ def make_prompt_reader(
         int(description["vocab_size"]),
         int(description["end_id"]),
         tuple(map(int, description.get("stop_token_ids", ()))),  # none from older servers
+        None if (start := description.get("start_ids")) is None else len(start),
     )
     if chat_template is None:
         template, tool_template = find_templates(files)
     else:
         template = tool_template = ChatTemplate(_read_text(chat_template), special_tokens(files))
+    source = tool_template or template
+    formats = find_formats(source.knows if source else lambda word: False, tool_parser)
     return PromptReader(
         served_name or str(description["model"]),
         limits,
         tokenizer,
         template,
         tool_template,
+        formats,
         description.get("default_sampling", {}),  # none from older servers
     )
 

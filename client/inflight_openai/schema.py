@@ -1,6 +1,6 @@
 """The body of a request: the fields that are honoured as pydantic models, and the names of others.
 
-Clients of other servers, gateways and SDKs send more fields than OpenAI's API has; docs/clients.md
+Clients of other servers, gateways and SDKs send more fields than OpenAI's API has; docs/openai.md
 has all of them. Null, false and empty values ask for nothing, unless a field is true by default. A
 field that would change the answer and is not supported is refused by name.
 """
@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import (
@@ -31,6 +32,7 @@ from pydantic_core import from_json
 
 from inflight_openai.errors import ApiError, bad_field, kind_of, named_error, unsupported
 from inflight_openai.settings import MAX_MESSAGES, MAX_PROMPTS, MAX_STOP_STRINGS, MAX_TOP_LOG_PROBS
+from inflight_openai.tools.formats import Tool
 from inflight_scheduler.sampling import MAX_INT32, SETTINGS
 
 _logger = logging.getLogger(__name__)
@@ -156,9 +158,11 @@ def _response_format_guide(value: Any) -> Guide | None:
         if not isinstance(schema, dict):
             raise ValueError("json_schema.schema must be an object")
         return _schema_guide(schema)
+    if kind == "structural_tag":
+        return kind, json.dumps(value)
     if kind in ("regex", "ebnf"):
         return (_regex_guide if kind == "regex" else _grammar_guide)(value.get(kind))
-    raise ValueError("type must be text, json_object, json_schema, regex or ebnf")
+    raise ValueError("type must be text, json_object, json_schema, structural_tag, regex or ebnf")
 
 
 _Count = Annotated[int, _between(1, MAX_INT32)]
@@ -275,6 +279,10 @@ def _message(given: Mapping[str, Any], checked: _Message) -> dict[str, Any]:
     message = {key: each for key, each in given.items() if each is not None}
     if not checked.tool_calls:
         message.pop("tool_calls", None)
+        if checked.function_call is not None:
+            return _message_of_function(message, checked)
+    if checked.role == "function":  # the answer to that
+        message |= {"role": "tool", "tool_call_id": _FUNCTION_ID}
     if checked.content is not None:
         message["content"] = "\n".join(part.text or part.refusal for part in checked.content)
     elif not checked.tool_calls:
@@ -282,6 +290,152 @@ def _message(given: Mapping[str, Any], checked: _Message) -> dict[str, Any]:
     elif "content" in given:
         message["content"] = None  # some templates read it beside tool calls
     return message
+
+
+_FUNCTION_ID = "function0"
+"""Of OpenAI's older ``function_call``, which has none. Templates know calls of tools only."""
+
+
+def _message_of_function(message: dict[str, Any], checked: _Message) -> dict[str, Any]:
+    """A message with OpenAI's older ``function_call`` as one that calls a tool."""
+    call = {"id": _FUNCTION_ID, "type": "function", "function": message.pop("function_call")}
+    content = checked.content and "\n".join(part.text or part.refusal for part in checked.content)
+    return {**message, "content": content, "tool_calls": [call]}
+
+
+# Tools.
+
+MAX_TOOLS = 512
+
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
+
+
+class _ToolFunction(_Object):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _is_name(cls, name: str) -> str:
+        if not _TOOL_NAME.fullmatch(name):
+            raise ValueError("expected 1 to 128 letters, digits and ._:/-")
+        return name
+
+
+class _Tool(_Object):
+    type: str
+    function: _ToolFunction
+
+    @field_validator("type")
+    @classmethod
+    def _is_function(cls, kind: str) -> str:
+        if kind != "function":
+            raise ValueError('only tools of the type "function" are served')
+        return kind
+
+
+_TOOLS = TypeAdapter(list[_Tool])
+_FUNCTIONS = TypeAdapter(list[_ToolFunction])
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What the client offers: ``given`` is for the chat template as it was sent, ``tools`` are
+    those that an answer may call, and ``must_call`` tells whether it must. ``is_older``: they are
+    OpenAI's ``functions``, which answers call by ``function_call``."""
+
+    given: Sequence[dict[str, Any]] = ()
+    tools: Sequence[Tool] = ()
+    must_call: bool = False
+    is_named: bool = False
+    one_call: bool = False
+    is_older: bool = False
+
+
+def read_tools(body: Body) -> ToolChoice:
+    """Tools and choice of a request; `ApiError` names the faulty field."""
+    choice = body.tool_choice
+    has_older = body.functions and body.function_call != "none"
+    if has_older or body.function_call not in (None, "none", "auto"):
+        older = _read_functions(body)
+        if not body.tools:
+            return older
+        if older.tools:
+            raise bad_field("functions", "the older name of tools: give one of them")
+    if not body.tools:
+        if choice not in (None, "none", "auto"):
+            raise bad_field("tool_choice", "only together with tools")
+        return ToolChoice()
+    if not isinstance(body.tools, list) or len(body.tools) > MAX_TOOLS:
+        raise bad_field("tools", f"expected a list of at most {MAX_TOOLS} tools")
+    try:
+        checked = _TOOLS.validate_python(body.tools)
+    except ValidationError as error:
+        raise named_error(error, "tools") from None
+    functions = [each.function for each in checked]
+    tools = [Tool(each.name, each.parameters or {}, bool(each.strict)) for each in functions]
+    if choice == "none":
+        return ToolChoice()
+    named = _named_tool(choice)
+    wanted = [each for each in tools if named is None or each.name == named]
+    if not wanted:
+        raise bad_field("tool_choice", "there is no tool of that name")
+    return ToolChoice(
+        given=body.tools,
+        tools=wanted,
+        must_call=named is not None or choice == "required",
+        is_named=named is not None,
+        one_call=named is not None or body.parallel_tool_calls is False,
+    )
+
+
+def _read_functions(body: Body) -> ToolChoice:
+    """The same with OpenAI's older names ``functions`` and ``function_call``."""
+    choice = body.function_call
+    if not body.functions:
+        raise bad_field("function_call", "only together with functions")
+    if not isinstance(body.functions, list) or len(body.functions) > MAX_TOOLS:
+        raise bad_field("functions", f"expected a list of at most {MAX_TOOLS} functions")
+    try:
+        checked = _FUNCTIONS.validate_python(body.functions)
+    except ValidationError as error:
+        raise named_error(error, "functions") from None
+    named = choice.get("name") if isinstance(choice, dict) else None
+    if choice not in (None, "auto") and not isinstance(named, str):
+        raise bad_field("function_call", 'expected none, auto or {"name": ...}')
+    wanted = [
+        Tool(each.name, each.parameters or {}, False)
+        for each in checked
+        if named in (None, each.name)
+    ]
+    if not wanted:
+        raise bad_field("function_call", "there is no function of that name")
+    return ToolChoice(
+        given=[{"type": "function", "function": each} for each in body.functions],
+        tools=wanted,
+        must_call=named is not None,
+        is_named=named is not None,
+        one_call=True,
+        is_older=True,
+    )
+
+
+def _named_tool(choice: Any) -> str | None:
+    """The name of the one tool that must be called; `ApiError` for what is no choice."""
+    if choice in (None, "auto", "required"):
+        return None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise bad_field(
+            "tool_choice",
+            'expected none, auto, required or {"type": "function", "function": {"name": ...}}',
+        )
+    return name
 
 
 # Fields that are ignored or refused.
@@ -294,9 +448,9 @@ _OLLAMA_SIZES = (
 IGNORED: frozenset[str] = frozenset(
     (
         "prediction",  # OpenAI
-        *("priority", "guided_decoding_backend", "include_reasoning"),  # vLLM
+        *("priority", "guided_decoding_backend"),  # vLLM
         *("spaces_between_special_tokens", "length_penalty", "early_stopping"),
-        *("separate_reasoning", "stream_reasoning", "rid", "data_parallel_rank"),  # SGLang
+        *("stream_reasoning", "rid", "data_parallel_rank"),  # SGLang
         *("extra_key", "return_cached_tokens_details"),
         *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
         *_OLLAMA_SIZES,  # Ollama, llama.cpp
@@ -348,7 +502,7 @@ _NEUTRAL_KEYS: Mapping[str, frozenset[str]] = {
 REFUSED: frozenset[str] = frozenset(
     (
         *("audio", "moderation", "suffix", "web_search_options"),  # OpenAI
-        *("prompt_logprobs", "allowed_token_ids", "use_beam_search", "logits_processors"),  # vLLM
+        *("allowed_token_ids", "use_beam_search", "logits_processors"),  # vLLM
         *("documents", "chat_template", "mm_processor_kwargs", "kv_transfer_params"),
         *("vllm_xargs", "guided_whitespace_pattern", "structural_tag", "continue_final_message"),
         *("return_hidden_states", "lora_path", "lora_request", "session_params"),  # SGLang
@@ -521,9 +675,11 @@ class Body(_Fields):
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: _NumLogProbs | None = None
     request_id: Annotated[str, AfterValidator(_check_request_id)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
     guided_json: _SchemaGuide = None
     guided_json_object: _ObjectGuide = None
     guided_regex: _RegexGuide = None
@@ -534,6 +690,7 @@ class Body(_Fields):
     # SGLang, llama.cpp
     sampling_seed: _Seed | None = None
     no_stop_trim: bool | None = None
+    separate_reasoning: bool | None = None
     regex: _RegexGuide = None
     ebnf: _GrammarGuide = None
     grammar: _GrammarGuide = None
@@ -551,6 +708,8 @@ class CompletionBody(Body):
     prompt: Annotated[Sequence[Prompt], PlainValidator(_read_prompts)] = Field(
         (), validate_default=True
     )
+    max_tokens: _Natural | None = None
+    max_completion_tokens: _Natural | None = None
     echo: bool | None = None
     logprobs: _NumLogProbs | None = None
 
@@ -587,15 +746,21 @@ _MODELS: Mapping[type[Body], type[Body]] = {
 KNOWN_NAMES = IGNORED.union(REFUSED, *(model.model_fields for model in _MODELS.values()))
 
 
-def read_body(raw: bytes, model: type[_Body], unknown: UnknownFields) -> _Body:
-    """The body of a call; `ApiError` unless ``raw`` is a JSON object in UTF-8 whose fields have the
-    right types, and are known or may be ignored."""
+def read_object(raw: bytes) -> dict[str, Any]:
+    """The body of a call; `ApiError` unless ``raw`` is a JSON object in UTF-8."""
     try:
         content = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ApiError(400, "the body must be a JSON object")
+    return content
+
+
+def read_body(raw: bytes, model: type[_Body], unknown: UnknownFields) -> _Body:
+    """The body of a call; `ApiError` unless ``raw`` is a JSON object in UTF-8 whose fields have the
+    right types, and are known or may be ignored."""
+    content = read_object(raw)
     try:
         body = _MODELS[model].model_validate(content)
     except ValidationError as error:

@@ -64,7 +64,10 @@ async def _run(settings: FrontSettings, console: Console) -> None:
                 description = await triton.describe()
             if starting.cancelled_caught:
                 return
-            reader = make_prompt_reader(description, settings.served_name, settings.chat_template)
+            reader = make_prompt_reader(
+                description, settings.served_name, settings.chat_template, settings.tool_parser
+            )
+            reader.adapters = frozenset(description.get("lora_adapters", ()))
             async with serving(OpenAIApp(settings, triton, reader, metrics)):
                 console.print(_ready_block(settings, triton, reader), sys.stdout)
                 await stop.wait()
@@ -247,11 +250,12 @@ class Console(logging.Handler):
 
 def _ready_block(settings: FrontSettings, triton: TritonClient, reader: PromptReader) -> str:
     host = "127.0.0.1" if settings.host == "0.0.0.0" else settings.host
+    page = f"\n  page       http://{host}:{settings.port}/" if settings.has_page else ""
     chat = "yes" if reader.has_template else "no: the checkpoint has no chat template"
     return f"""
 inflight openai is ready
 
-  API        http://{host}:{settings.port}/v1
+  API        http://{host}:{settings.port}/v1{page}
   model      {reader.name}, up to {reader.limits.max_seq_len} tokens per request
   chat       {chat}
   server     {triton.address}

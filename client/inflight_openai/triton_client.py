@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ import httpx
 
 from inflight_client.address import Address, default_url, parse_address
 from inflight_client.aio import ask, takes_requests
-from inflight_client.errors import InvalidArgument, ServerError
+from inflight_client.errors import InflightError, InvalidArgument, ServerError
 from inflight_client.grpc_transport import GrpcTransport, encode_bytes
 from inflight_client.headers import checked_headers
-from inflight_client.options import Request, Response, question
+from inflight_client.options import Request, Response, question, question_about
 from inflight_openai.errors import ApiError, from_server
 from inflight_openai.generation import GenerationRequest
-from inflight_protocol import LLM_MODEL_NAME
+from inflight_protocol import LLM_MODEL_NAME, LORA_REQUESTS
 
 _logger = logging.getLogger(__name__)
 
@@ -29,14 +30,20 @@ _METRICS_PORT = 8002  # Triton's default
 _METRICS_SECONDS = 5.0
 _HEALTH_SECONDS = 5.0
 _DESCRIBE_SECONDS = 60.0
+_LIVE_SECONDS = 5.0
+_NO_LIVE = (
+    "the inference server, or its config.pbtxt, is too old to tell what is in flight: write it "
+    "again with `inflight model-repository --force`"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProbs:
-    """A token of an answer, and the likeliest ``(token id, log probability)`` in its place."""
+    """A token of an answer or a prompt, and the likeliest ``(token id, log probability)`` in its
+    place. The first token of a prompt has no log probability."""
 
     token_id: int
-    log_prob: float
+    log_prob: float | None
     top: Sequence[tuple[int, float]] = ()
 
 
@@ -45,7 +52,11 @@ class Piece:
     """What one response adds to answer ``index``; ``num_tokens`` may be more than the text shows.
 
     ``log_probs`` and ``token_ids``, one for each token, when the request asks for them.
-    ``reason``: the server's finish reason; "" before the end.
+    ``prompt``: those of the prompt's tokens from the second on, if the request asks for them; with
+    the first response.
+    ``reason``: the server's finish reason; "" before the end. ``num_cached``: tokens of the prompt
+    found in the cache, with the first response. ``cum_log_prob``: of the answer so far, for a
+    request that chooses among answers.
     """
 
     index: int
@@ -54,6 +65,9 @@ class Piece:
     log_probs: Sequence[TokenLogProbs] = ()
     reason: str = ""
     token_ids: Sequence[int] = ()
+    prompt: Sequence[TokenLogProbs] | None = None
+    num_cached: int = 0
+    cum_log_prob: float = 0.0
 
 
 class TritonClient:
@@ -67,10 +81,58 @@ class TritonClient:
         self.address = parse_address(default_url("grpc") if url is None else url, "grpc")
         self._transport = GrpcTransport(self.address, checked_headers(headers))
         self._timeout = timeout
+        self._inputs: frozenset[str] | None = None
 
     async def describe(self) -> dict[str, Any]:
         """The server's description of its model."""
-        return await ask(self._transport, question(LLM_MODEL_NAME, "describe"), _DESCRIBE_SECONDS)
+        call = question(LLM_MODEL_NAME, "describe")
+        answer = await ask(self._transport, call, _DESCRIBE_SECONDS)
+        self._inputs = frozenset(answer.get("inputs", ()))  # not told by older servers
+        return answer
+
+    def takes(self, name: str) -> bool:
+        """Whether the server's model has the newer input ``name``: its config.pbtxt may be older,
+        and Triton refuses a request with an input that is not there. True before `describe`."""
+        return self._inputs is None or name in self._inputs
+
+    async def adapters(self, **change: str) -> frozenset[str]:
+        """The names of the server's adapters, after a ``change``: ``lora_name`` is loaded from
+        ``lora_path``, or unloaded without one."""
+        call = question(LLM_MODEL_NAME, "lora_adapters", **change)
+        answer = await ask(self._transport, call, _DESCRIBE_SECONDS)
+        return frozenset(answer["lora_adapters"])
+
+    async def lora_requests(self) -> dict[str, str]:
+        """The labels of `LORA_REQUESTS` now; none without adapters, or without an answer."""
+        try:
+            call = question(LLM_MODEL_NAME, "lora_adapters")
+            answer = await ask(self._transport, call, _METRICS_SECONDS)
+        except InflightError:
+            return {}
+        return {str(name): str(value) for name, value in answer.get("lora_requests", {}).items()}
+
+    async def live(self, cursor: str, *, blocks: bool = False) -> dict[str, Any]:
+        """What is in flight and has happened since ``cursor`` (`AsyncInflightClient.live`)."""
+        if not self.takes("live"):
+            raise ServerError(_NO_LIVE, "UNSUPPORTED")
+        call = question(LLM_MODEL_NAME, "live", live_since=cursor, live_blocks=blocks)
+        return await ask(self._transport, call, _LIVE_SECONDS)
+
+    async def stop(self, request_id: str) -> None:
+        """End a request, of whichever client; nothing happens if there is none with this id."""
+        call = question_about(LLM_MODEL_NAME, "stop", request_id)
+        async with aclosing(self._transport.infer(call, _LIVE_SECONDS).receive()) as responses:
+            async for _ in responses:
+                pass
+
+    async def recording(self) -> str:
+        """The scheduler's recent decisions, as JSON lines."""
+        call = question(LLM_MODEL_NAME, "recording")
+        pieces: list[str] = []
+        async with aclosing(self._transport.infer(call, _DESCRIBE_SECONDS).receive()) as responses:
+            async for response in responses:
+                pieces += response.tensors.get("recording", ())
+        return "".join(pieces)
 
     async def is_ready(self) -> bool:
         """Whether the model takes requests; `InflightError` when the server does not answer."""
@@ -142,33 +204,74 @@ class MetricsPage:
         return page.content, page.headers.get("Content-Type", "text/plain")
 
 
-def encode_calls(request: GenerationRequest, request_id: str) -> list[bytes]:
-    """One encoded call per prompt; takes a millisecond per prompt with ``logit_bias``."""
-    return [encode_bytes(call) for call in make_calls(request, request_id)]
+def with_lora_requests(page: bytes, labels: Mapping[str, str]) -> bytes:
+    """A metrics page with the series `LORA_REQUESTS`, if there are ``labels``."""
+    if not labels:
+        return page
+    escaped = {
+        name: value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        for name, value in labels.items()
+    }
+    series = ",".join(f'{name}="{value}"' for name, value in escaped.items())
+    lines = [
+        f"# HELP {LORA_REQUESTS} Adapters of requests, in the labels",
+        f"# TYPE {LORA_REQUESTS} gauge",
+        f"{LORA_REQUESTS}{{{series}}} {time.time():.3f}",
+    ]
+    return page.rstrip(b"\n") + "".join(f"\n{line}" for line in lines).encode() + b"\n"
 
 
-def make_calls(request: GenerationRequest, request_id: str) -> list[Request]:
+def encode_calls(
+    request: GenerationRequest, request_id: str, *, tells_cached: bool = True
+) -> list[bytes]:
+    """One encoded call per prompt; takes a millisecond per prompt with ``logit_bias``.
+
+    ``tells_cached`` False: the server cannot say how much of a prompt was in the cache.
+    """
+    calls = make_calls(request, request_id, tells_cached=tells_cached)
+    return [encode_bytes(call) for call in calls]
+
+
+def call_names(request_id: str, num_calls: int) -> list[str]:
+    """What the server calls the requests of one call of ours."""
+    return [request_id] if num_calls == 1 else [f"{request_id}-{i}" for i in range(num_calls)]
+
+
+def make_calls(
+    request: GenerationRequest, request_id: str, *, tells_cached: bool = True
+) -> list[Request]:
     """One call per prompt; responses have text and the number of its tokens."""
     outputs = ["text_output", "sequence_length", "finish_reason"]
+    asks_cached = tells_cached and request.shows_usage
+    if asks_cached:
+        outputs.append("num_cached_tokens")
+    if request.num_shown is not None:
+        outputs.append("cum_log_probs")
     if request.has_log_probs or request.has_token_ids:
         outputs.append("output_ids")
     if request.has_log_probs:
         outputs.append("output_log_probs")
-    if request.num_top_log_probs:
+    num_top = request.num_server_top
+    if request.has_log_probs and num_top:
         outputs += ["top_log_prob_ids", "top_log_probs"]
+    if request.needs_prompt_log_probs:
+        outputs.append("context_log_probs")
+        outputs += ["top_context_log_prob_ids", "top_context_log_probs"] if num_top else []
     if request.num_answers > 1:
         outputs.append("sequence_index")
     calls = []
-    for i, prompt in enumerate(request.prompts):
+    names = call_names(request_id, len(request.prompts))
+    for call_id, prompt in zip(names, request.prompts, strict=True):
         values = {
             **request.values,
             "input_ids": list(prompt),
             "input_lengths": len(prompt),
-            "request_output_len": request.max_tokens,
+            "request_output_len": max(request.max_tokens, 1),  # the server has no 0
             "streaming": request.is_streaming,
             "exclude_input_in_output": True,
         }
-        call_id = request_id if len(request.prompts) == 1 else f"{request_id}-{i}"
+        if asks_cached:
+            values["return_num_cached_tokens"] = True
         calls.append(Request(values, tuple(outputs), call_id))
     return calls
 
@@ -187,13 +290,28 @@ def _read_piece(response: Response, first_index: int, request: GenerationRequest
             tensors.get("output_log_probs", ())[:num_tokens],
             tensors.get("top_log_prob_ids", ()),
             tensors.get("top_log_probs", ()),
-            request.num_top_log_probs,
+            request.num_server_top,
         )
         if request.has_log_probs
         else (),
         _reason(tensors.get("finish_reason", ())),
         token_ids,
+        _read_prompt(tensors, first_index, request),
+        sum(tensors.get("num_cached_tokens", ())),
+        sum(tensors.get("cum_log_probs", ())),
     )
+
+
+def _read_prompt(
+    tensors: Mapping[str, Any], first_index: int, request: GenerationRequest
+) -> list[TokenLogProbs] | None:
+    if "context_log_probs" not in tensors:
+        return None
+    prompt = request.prompts[first_index // request.num_answers]
+    top_ids = tensors.get("top_context_log_prob_ids", ())
+    top_log_probs = tensors.get("top_context_log_probs", ())
+    log_probs = tensors["context_log_probs"]
+    return _read_log_probs(prompt[1:], log_probs, top_ids, top_log_probs, request.num_server_top)
 
 
 def _read_log_probs(

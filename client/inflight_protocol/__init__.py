@@ -13,16 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from inflight_protocol.ensemble import ENSEMBLE_INPUT_MAP, ENSEMBLE_OUTPUT_MAP
+from inflight_protocol.ensemble import DRAFT_INPUTS, ENSEMBLE_INPUT_MAP, ENSEMBLE_OUTPUT_MAP
 from inflight_protocol.inputs import CONTROL_INPUTS, INPUT_BY_NAME, INPUTS, RENAMED_INPUTS
 from inflight_protocol.metrics import (
+    CACHE_CONFIG,
     ERRORS,
     EVENTS,
+    GENERATION_TOKENS,
+    HISTOGRAMS,
     INPUT_LENGTHS,
+    LORA,
+    LORA_REQUESTS,
     METRICS,
     OUTPUT_LENGTHS,
+    PREEMPTIONS,
+    PREFIX_HITS,
+    PREFIX_QUERIES,
+    PROMPT_TOKENS,
     REUSE,
+    SUCCESSES,
     V1_METRICS,
+    VLLM_METRICS,
     MetricFamilySpec,
 )
 from inflight_protocol.outputs import OUTPUT_BY_NAME, OUTPUTS
@@ -33,7 +44,6 @@ from inflight_protocol.parameters import (
     TRITON_PARAMETERS,
 )
 from inflight_protocol.specs import (
-    AT_MOST_ONE,
     DTYPE_TO_NUMPY,
     EMPTY,
     ONLY_ZEROS,
@@ -43,8 +53,10 @@ from inflight_protocol.specs import (
 
 __all__ = [
     "ACCUMULATE_PARAMETER",
-    "AT_MOST_ONE",
+    "CACHE_CONFIG",
     "CONTROL_INPUTS",
+    "DRAFT_INPUTS",
+    "DRAFT_MODEL_NAME",
     "DTYPE_TO_NUMPY",
     "EMPTY",
     "ENSEMBLE_INPUT_MAP",
@@ -53,11 +65,15 @@ __all__ = [
     "ERRORS",
     "ERROR_CODES_PARAMETER",
     "EVENTS",
+    "GENERATION_TOKENS",
+    "HISTOGRAMS",
     "IGNORE_EOS_PARAMETER",
     "INPUTS",
     "INPUT_BY_NAME",
     "INPUT_LENGTHS",
     "LLM_MODEL_NAME",
+    "LORA",
+    "LORA_REQUESTS",
     "MAX_QUEUE_SIZE",
     "METRICS",
     "NOT_IN_FLIGHT",
@@ -67,11 +83,17 @@ __all__ = [
     "OUTPUT_LENGTHS",
     "PARAMETERS",
     "PARAMETER_BY_NAME",
+    "PREEMPTIONS",
+    "PREFIX_HITS",
+    "PREFIX_QUERIES",
+    "PROMPT_TOKENS",
     "RENAMED_INPUTS",
     "REUSE",
     "STREAMING_PARAMETER",
+    "SUCCESSES",
     "TRITON_PARAMETERS",
     "V1_METRICS",
+    "VLLM_METRICS",
     "MetricFamilySpec",
     "ParameterSpec",
     "TensorSpec",
@@ -101,6 +123,8 @@ IGNORE_EOS_PARAMETER = "ignore_eos"
 
 LLM_MODEL_NAME = "tensorrt_llm"
 ENSEMBLE_MODEL_NAME = "ensemble"
+DRAFT_MODEL_NAME = "tensorrt_llm_draft"
+"""The model that guesses for `tensorrt_llm`, where there is one."""
 
 
 def names(specs: Iterable[TensorSpec | ParameterSpec]) -> list[str]:

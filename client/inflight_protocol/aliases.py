@@ -48,7 +48,7 @@ _NO_TENSOR = "the tensors of that type are not supported: leave it out"
 
 TEMPLATE_HINTS: dict[str, str] = {
     "engine_dir": "it is called gpt_model_path, and --model sets it",
-    "encoder_engine_dir": "encoder-decoder models are not served: leave it out",
+    "encoder_engine_dir": "an encoder is part of its checkpoint: leave it out",
     "batching_strategy": "it is called gpt_model_type",
     "decoupled_mode": "--decoupled and --no-decoupled say it",
     "triton_backend": "it is always python: leave it out",
@@ -71,9 +71,6 @@ TEMPLATE_HINTS: dict[str, str] = {
     "multimodal_encoders_name": _NO_IMAGES,
     "hf_model_path": _NO_IMAGES,
     "max_num_images": _NO_IMAGES,
-    "tensorrt_llm_draft_model_name": (
-        "no model drafts for another: leave it out; see speculative_decoding_mode"
-    ),
     "REPORT_CUSTOM_METRICS": "metrics of inflight's own are always reported: leave it out",
     "ENABLE_VLLM_HEALTH_CHECK": "tensorrt_llm always says whether it takes requests: leave it out",
 }

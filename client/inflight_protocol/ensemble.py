@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inflight_protocol.outputs import OUTPUTS
+from inflight_protocol.specs import scalar
 from inflight_scheduler.sampling import SETTINGS
 
 _INPUTS = {
@@ -32,6 +33,7 @@ _INPUTS = {
     "return_kv_cache_reuse_stats": "return_kv_cache_reuse_stats",
     "return_num_input_tokens": "return_num_input_tokens",
     "return_num_output_tokens": "return_num_output_tokens",
+    "return_num_cached_tokens": "return_num_cached_tokens",
     "beam_width": "beam_width",
     "stream": "stream",
     "prompt_embedding_table": "prompt_embedding_table",
@@ -61,6 +63,12 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = _INPUTS | {
 }
 """Input of the ``ensemble`` model -> input of ``tensorrt_llm``."""
 
+DRAFT_INPUTS = (
+    scalar("num_draft_tokens", "INT32", "tokens that the draft model guesses in a round"),
+    scalar("use_draft_logits", "BOOL", "no difference: the answer is exact without them"),
+)
+"""Inputs that ``tensorrt_llm_bls`` has beside those of the ``ensemble`` model."""
+
 _NOT_IN_ENSEMBLE = frozenset(
     [
         "output_ids",
@@ -70,6 +78,7 @@ _NOT_IN_ENSEMBLE = frozenset(
         "description",
         "why",
         "recording",
+        "live",
     ]
 )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from inflight_protocol.sampling import SAMPLING_INPUTS
 from inflight_protocol.specs import (
-    AT_MOST_ONE,
     EMPTY,
     ONLY_ZEROS,
     TensorSpec,
@@ -22,11 +21,13 @@ _ROWS: tuple[TensorSpec | str, ...] = (
     scalar("request_output_len", "INT32", "maximum number of new tokens"),
     scalar("num_return_sequences", "INT32", "sequences to return for the prompt"),
     ragged("draft_input_ids", "INT32", (-1,), "guesses at how the answer begins"),
-    refused(
-        ragged("decoder_input_ids", "INT32", (-1,), "decoder prompt of an encoder-decoder model"),
-        AT_MOST_ONE,
+    ragged(
+        "decoder_input_ids",
+        "INT32",
+        (-1,),
+        "how the answer starts, where an encoder reads the prompt; default: as the checkpoint says",
     ),
-    refused(scalar("decoder_input_lengths", "INT32", "length of decoder_input_ids"), 1),
+    scalar("decoder_input_lengths", "INT32", "number of these ids that count"),
     refused(ragged("draft_logits", "FP16", (-1, -1), "logits of the draft tokens"), EMPTY),
     refused(scalar("draft_acceptance_threshold", "FP32", "acceptance threshold of drafts")),
     scalar(
@@ -60,6 +61,7 @@ _ROWS: tuple[TensorSpec | str, ...] = (
     scalar("return_kv_cache_reuse_stats", "BOOL", "older name of return_perf_metrics"),
     scalar("return_num_input_tokens", "BOOL", "return num_input_tokens"),
     scalar("return_num_output_tokens", "BOOL", "return num_output_tokens"),
+    scalar("return_num_cached_tokens", "BOOL", "return num_cached_tokens"),
     scalar("exclude_input_in_output", "BOOL", "leave the prompt out of the answer"),
     scalar("stop", "BOOL", "end the running request that has this request id"),
     scalar("streaming", "BOOL", "a response whenever there are new tokens, not one at the end"),
@@ -73,9 +75,9 @@ _ROWS: tuple[TensorSpec | str, ...] = (
     ),
     refused(TensorSpec("mrope_rotary_cos_sin", "FP32", (-1,), "multimodal rope"), EMPTY),
     refused(TensorSpec("mrope_position_deltas", "INT64", (1,), "multimodal rope")),
-    refused(scalar("lora_task_id", "UINT64", "adapter id"), 0),
-    refused(ragged("lora_weights", "FP16", (-1, -1), "adapter weights"), EMPTY),
-    refused(ragged("lora_config", "INT32", (-1, 3), "adapter modules, layers and ranks"), EMPTY),
+    scalar("lora_task_id", "UINT64", "adapter id: its weights need to come with the first request"),
+    ragged("lora_weights", "FP16", (-1, -1), "adapter weights, a row for each module of a layer"),
+    ragged("lora_config", "INT32", (-1, -1), "modules, layers and ranks of these rows"),
     refused(
         ragged("context_phase_params", "UINT8", (-1,), "state of a disaggregated context phase"),
         EMPTY,
@@ -116,7 +118,7 @@ _ROWS: tuple[TensorSpec | str, ...] = (
         "guided_decoding_guide_type",
         "STRING",
         (1,),
-        "json, json_schema, regex or ebnf_grammar: what the answer must be",
+        "json, json_schema, regex, ebnf_grammar or structural_tag: what the answer must be",
     ),
     ragged(
         "guided_decoding_guide", "STRING", (1,), "the JSON schema, regex or grammar (not for json)"
@@ -134,7 +136,19 @@ _ROWS: tuple[TensorSpec | str, ...] = (
     scalar(
         "return_log_prob_ranks", "BOOL", "tell of each new token how many are at least as likely"
     ),
+    scalar(
+        "return_context_log_probs",
+        "BOOL",
+        "return the log probability of each token of the prompt but the first",
+    ),
     ragged("stop_token_ids", "INT32", (-1,), "tokens that end the answer as end_id does"),
+    ragged("lora_name", "STRING", (1,), "an adapter that the server knows by this name"),
+    ragged(
+        "encoder_input_ids",
+        "INT32",
+        (-1,),
+        "what the encoder reads, if input_ids is how the answer starts (as in the Executor API)",
+    ),
     # Ours: text in and out of the same model, and the live feed of statistics.
     TensorSpec("text_input", "STRING", (1,), "prompt as text"),
     TensorSpec("return_finish_reason", "BOOL", (1,), "send finish_reason at the end"),
@@ -162,6 +176,16 @@ _ROWS: tuple[TensorSpec | str, ...] = (
     TensorSpec("ready", "BOOL", (1,), "error unless requests will be served now"),
     TensorSpec("why", "BOOL", (1,), "say why the request of this id waits"),
     TensorSpec("recording", "BOOL", (1,), "send the recorded decisions"),
+    TensorSpec(
+        "lora_adapters",
+        "BOOL",
+        (1,),
+        "name the adapters, after loading lora_name from lora_path, or unloading it without one",
+    ),
+    TensorSpec("lora_path", "STRING", (1,), "folder below the server's lora_root, to be loaded"),
+    TensorSpec("live", "BOOL", (1,), "say what is in flight and what has happened lately"),
+    TensorSpec("live_since", "STRING", (1,), "the cursor of the live answer before"),
+    TensorSpec("live_blocks", "BOOL", (1,), "say in it which request holds which block"),
     # Ours: when a request runs, and with whom it shares cached text. Names as in the Executor API
     # (priority, allottedTimeMs); its cacheSaltID is a number, ours a string: tenants have names.
     scalar("priority", "FP32", "0 to 1, the higher the earlier; default 0.5"),
@@ -201,6 +225,11 @@ CONTROL_INPUTS: frozenset[str] = frozenset(
         "ready",
         "why",
         "recording",
+        "lora_adapters",
+        "lora_path",
+        "live",
+        "live_since",
+        "live_blocks",
         "text_input",
         "num_return_sequences",
         "return_finish_reason",

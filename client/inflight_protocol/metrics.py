@@ -13,7 +13,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class MetricFamilySpec:
     """One family. ``values``: value of ``label`` -> key of the statistics JSON it is set from, ""
-    for none. ``kind``: gauge, counter or histogram (with the upper bounds ``buckets``).
+    for none. Without a ``label`` there is one series, of the value "". ``kind``: gauge, counter or
+    histogram (with the upper bounds ``buckets``).
     """
 
     name: str
@@ -22,6 +23,7 @@ class MetricFamilySpec:
     meaning: str
     kind: str = "gauge"
     buckets: tuple[int, ...] = ()
+    model_label: str = "model"
 
 
 _REQUESTS = MetricFamilySpec(
@@ -129,8 +131,8 @@ ERRORS = MetricFamilySpec(
 EVENTS = MetricFamilySpec(
     "inflight_scheduler_events_total",
     "event",
-    {"pause": ""},
-    "Requests that lost their blocks and are computed again",
+    {"pause": "", "kv_events_dropped": ""},
+    "Requests that lost their blocks and are computed again; batches of KV events never sent",
     "counter",
 )
 """Ours: a gauge of the last iteration would almost always be sampled as 0."""
@@ -142,6 +144,27 @@ REUSE = MetricFamilySpec(
     "Share of the blocks of prompts that were found in the cache; 0 without block reuse",
 )
 """Ours: tests of the peer know every series whose name begins as theirs do."""
+
+LORA = MetricFamilySpec(
+    "inflight_lora",
+    "lora_type",
+    {
+        "host_adapters": "LoRA adapters on the host",
+        "host_bytes": "LoRA host cache bytes",
+        "host_evictions": "LoRA host cache evictions",
+        "device_adapters": "LoRA adapters on the device",
+        "device_loads": "LoRA adapter loads",
+        "device_evictions": "LoRA adapter evictions",
+        "device_load_seconds": "LoRA adapter load time",
+        "waiting_requests": "LoRA requests waiting",
+        "wait_seconds": "LoRA adapter wait time",
+        "used_pages": "Used LoRA pages",
+        "max_pages": "Max LoRA pages",
+    },
+    "Adapters in memory, requests that wait for pages of theirs, and since the start loads and "
+    "evictions; 0 until there is an adapter",
+)
+"""Ours."""
 
 METRICS: tuple[MetricFamilySpec, ...] = (
     _REQUESTS,
@@ -155,6 +178,7 @@ METRICS: tuple[MetricFamilySpec, ...] = (
     ERRORS,
     EVENTS,
     REUSE,
+    LORA,
 )
 """Of an in-flight batcher."""
 
@@ -162,3 +186,95 @@ V1_METRICS: tuple[MetricFamilySpec, ...] = tuple(
     _V1 if family is _INFLIGHT else family for family in METRICS
 )
 """Of a V1 batcher."""
+
+
+# vLLM's names, so that its published dashboards work. Its histograms are counters here: Triton
+# takes one observation at a time, and a server makes thousands of tokens in a second.
+
+_MODEL_NAME = "model_name"
+_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramSpec:
+    """A histogram of requests that have ended, or of their tokens; ``buckets``: upper bounds."""
+
+    name: str
+    buckets: tuple[float, ...]
+    meaning: str
+
+    @property
+    def families(self) -> tuple[MetricFamilySpec, ...]:
+        """Its series as Prometheus has them: by upper bound, the sum and the number."""
+        bounds = {**{f"{each:g}": "" for each in self.buckets}, "+Inf": ""}
+        return (
+            _counter(f"{self.name}_bucket", self.meaning, "le", bounds),
+            _counter(f"{self.name}_sum", self.meaning),
+            _counter(f"{self.name}_count", self.meaning),
+        )
+
+
+def _counter(
+    name: str, meaning: str, label: str = "", values: Mapping[str, str] | None = None
+) -> MetricFamilySpec:
+    return MetricFamilySpec(
+        name, label, values or {"": ""}, meaning, "counter", model_label=_MODEL_NAME
+    )
+
+
+def _gauge(name: str, key: str, meaning: str) -> MetricFamilySpec:
+    return MetricFamilySpec(name, "", {"": key}, meaning, model_label=_MODEL_NAME)
+
+
+HISTOGRAMS = (
+    HistogramSpec("vllm:time_to_first_token_seconds", _SECONDS, "From arrival to the first token"),
+    HistogramSpec("vllm:inter_token_latency_seconds", _SECONDS, "Between two tokens of a request"),
+    HistogramSpec("vllm:request_queue_time_seconds", _SECONDS, "From arrival to the first step"),
+    HistogramSpec("vllm:e2e_request_latency_seconds", _SECONDS, "From arrival to the end"),
+    HistogramSpec("vllm:request_prompt_tokens", _TOKENS, "Tokens of a prompt"),
+    HistogramSpec("vllm:request_generation_tokens", _TOKENS, "Tokens of an answer"),
+    HistogramSpec(
+        "vllm:request_prefill_time_seconds", _SECONDS, "From the first step to the first token"
+    ),
+    HistogramSpec(
+        "vllm:request_decode_time_seconds", _SECONDS, "From the first token to the last one"
+    ),
+)
+SUCCESSES = _counter(
+    "vllm:request_success_total",
+    "Requests that have ended without an error, by what ended them",
+    "finished_reason",
+    {"stop": "", "length": "", "abort": ""},
+)
+PREEMPTIONS = _counter("vllm:num_preemptions_total", "Requests that lost their blocks")
+PROMPT_TOKENS = _counter("vllm:prompt_tokens_total", "Tokens of prompts of requests that ended")
+PREFIX_QUERIES = _counter("vllm:prefix_cache_queries_total", "Tokens looked for in the cache")
+PREFIX_HITS = _counter("vllm:prefix_cache_hits_total", "Tokens of these found there")
+GENERATION_TOKENS = _counter("vllm:generation_tokens_total", "Tokens of answers")
+
+VLLM_METRICS: tuple[MetricFamilySpec, ...] = (
+    _gauge("vllm:num_requests_running", "Scheduled Requests", "Requests in the last step"),
+    _gauge("vllm:num_requests_waiting", "Waiting Requests", "Requests that wait"),
+    _gauge("vllm:kv_cache_usage_perc", "Fraction used KV cache blocks", "Share of blocks in use"),
+    _gauge("vllm:gpu_cache_usage_perc", "Fraction used KV cache blocks", "Its older name"),
+    SUCCESSES,
+    PREEMPTIONS,
+    PROMPT_TOKENS,
+    GENERATION_TOKENS,
+    PREFIX_QUERIES,
+    PREFIX_HITS,
+    *(family for each in HISTOGRAMS for family in each.families),
+)
+
+LORA_REQUESTS = "vllm:lora_requests_info"
+"""A gauge that is the time, in seconds since 1970. The labels ``running_lora_adapters`` and
+``waiting_lora_adapters`` are names, with commas between, and ``max_lora`` is how many a step may
+have: endpoint pickers of the Gateway API read it. It is on the page of OpenAI's side only: a model
+cannot take a series off Triton's, and each combination of names would be one."""
+
+CACHE_CONFIG = "vllm:cache_config_info"
+"""A gauge that is 1, whose labels ``block_size`` and ``num_gpu_blocks`` gateways read."""

@@ -31,6 +31,12 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("total_draft_tokens", "INT32", (1,), "draft tokens"),
     TensorSpec("num_input_tokens", "INT32", (1,), "tokens of the prompt"),
     TensorSpec("num_output_tokens", "INT32", (1,), "tokens of this response, of all beams"),
+    TensorSpec(
+        "num_cached_tokens",
+        "INT32",
+        (1,),
+        "tokens of the prompt that were not computed: found in the cache; first response only",
+    ),
     TensorSpec("finish_reason", "STRING", (1,), "why the answer ended"),
     TensorSpec(
         "top_log_probs",
@@ -45,11 +51,19 @@ OUTPUTS: tuple[TensorSpec, ...] = (
         (-1, -1),
         "how many tokens are at least as likely as each new one, itself included",
     ),
+    TensorSpec(
+        "context_log_probs", "FP32", (-1,), "log probability of each prompt token but the first"
+    ),
+    TensorSpec(
+        "top_context_log_probs", "FP32", (-1, -1), "of the likeliest tokens in each of these places"
+    ),
+    TensorSpec("top_context_log_prob_ids", "INT32", (-1, -1), "which tokens these are"),
     TensorSpec("text_output", "STRING", (-1,), "text of each beam; no batch dimension"),
     TensorSpec("stats", "STRING", (-1,), "statistics, one JSON per iteration"),
     TensorSpec("description", "STRING", (-1,), "what is served, as JSON"),
     TensorSpec("why", "STRING", (-1,), "why a request waits, as JSON"),
     TensorSpec("recording", "STRING", (-1,), "decisions as JSON lines"),
+    TensorSpec("live", "STRING", (-1,), "what is in flight and has happened, as JSON"),
 )
 
 OUTPUT_BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in OUTPUTS}

@@ -86,8 +86,15 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "requests that may wait for a place; 0, no limit at the peer, is the highest number",
     ),
     _int("tokens_per_block", "32", 1, 1024, "tokens of a KV block"),
-    _int("max_tokens_in_paged_kv_cache", "", 1, 2**40, "tokens of the KV pool"),
+    _int("max_tokens_in_paged_kv_cache", "", 1, 2**40, "tokens of the KV pool, in all layers"),
     _float("kv_cache_free_gpu_mem_fraction", "0.9", 0.01, 0.99, "share of free GPU memory for KV"),
+    _float(
+        "cross_kv_cache_fraction",
+        "0.5",
+        0.01,
+        0.99,
+        "share of the KV cache for what an encoder says, in models that have one",
+    ),
     ParameterSpec("exclude_input_in_output", "bool", "false", "default of the tensor of that name"),
     ParameterSpec(
         "merge_responses",
@@ -108,15 +115,22 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     _choice(
         "quantization",
         "none",
-        ("none", "fp8"),
-        "fp8: quantise the linears' weights at load, and what they read",
+        ("none", "fp8", "int8", "int4"),
+        "fp8: quantise the linears' weights at load, and what they read; int8, int4: the "
+        "weights alone",
     ),
-    _choice("kv_cache_dtype", "auto", ("auto", "fp8"), "type of the KV cache; auto: dtype"),
+    _choice(
+        "kv_cache_dtype",
+        "auto",
+        ("auto", "model", "fp8", "int8"),
+        "type of the KV cache; model: dtype; auto: what the checkpoint has scales for, else model; "
+        "fp8, int8: with the scales of the checkpoint, which int8 needs",
+    ),
     _choice(
         "attention_backend",
         "auto",
-        ("auto", "torch", "triton"),
-        "attention kernels; auto: triton on a GPU, torch on a CPU",
+        ("auto", "torch", "compiled", "triton"),
+        "kernels; auto: triton on a GPU, on a CPU compiled ones (extra cpu: numba), else torch",
     ),
     ParameterSpec(
         "cuda_graph_mode", "bool", "true", "generation steps on a GPU are recorded and replayed"
@@ -140,6 +154,19 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         ("auto", "on", "off"),
         "plan an iteration while the one before runs; auto: on a GPU",
     ),
+    _int("tensor_parallel_size", "1", 1, 1024, "devices that hold a part of each layer"),
+    _int("pipeline_parallel_size", "1", 1, 1024, "stages of neighbouring layers, each on as many"),
+    ParameterSpec(
+        "expert_parallel", "bool", "false", "each of them holds whole experts, not columns of all"
+    ),
+    _int("num_nodes", "1", 1, 1024, "machines that share the ranks"),
+    ParameterSpec("rank_address", "str", "", "where the other machines join, as 10.0.0.1:29500"),
+    ParameterSpec(
+        "gpu_device_ids",
+        "str",
+        "",
+        "the GPUs of the ranks, in order, as 0,1; alone it is the tensor_parallel_size, too",
+    ),
     _float(
         "stall_seconds",
         "120",
@@ -156,6 +183,26 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ),
     ParameterSpec("record_file", "str", "", "file in which all scheduling is recorded"),
     ParameterSpec(
+        "kv_events",
+        "str",
+        "",
+        "address at which a ZeroMQ socket tells routers what is cached, in vLLM's format, as "
+        "tcp://127.0.0.1:5557: with the tokens of prompts",
+    ),
+    ParameterSpec(
+        "kv_events_replay",
+        "str",
+        "",
+        "address of a second socket, from which recent KV events can be had again",
+    ),
+    ParameterSpec("kv_events_topic", "str", "", "topic of KV events; llm-d wants kv@POD@MODEL"),
+    _choice(
+        "kv_events_format",
+        "array",
+        ("array", "map"),
+        "how a KV event is written: array (vLLM until June 2026, SGLang, llm-d), map (vLLM since)",
+    ),
+    ParameterSpec(
         "enable_chunked_context",
         "bool",
         "",
@@ -165,7 +212,7 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     _choice(
         "context_chunking_policy",
         "first_come_first_served",
-        ("first_come_first_served", "equal_progress", "force_chunk"),
+        ("first_come_first_served", "equal_progress", "force_chunk", "pipeline_aware"),
         "who gets how much of the token budget, with chunked context",
     ),
     _int(
@@ -198,6 +245,21 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ),
     ParameterSpec(
         "enable_kv_cache_reuse", "bool", "true", "share KV blocks with requests that begin alike"
+    ),
+    ParameterSpec(
+        "max_attention_window_size",
+        "str",
+        "",
+        "tokens that layers see at most, one number or several between commas, which begin again "
+        "where there are more layers; default: what the checkpoint says",
+    ),
+    _int(
+        "max_state_snapshots",
+        "",
+        0,
+        65_536,
+        "states of recurrences (Qwen3-Next) kept for requests that begin alike, 0: none; default: "
+        "max_batch_size, at most 32",
     ),
     _choice(
         "guided_decoding_backend",
@@ -252,19 +314,70 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         65_536,
         "ngram: nothing is guessed while more requests are active",
     ),
+    _choice(
+        "enable_lora",
+        "auto",
+        ("auto", "true", "false"),
+        "whether requests may have adapters; auto: on a CPU, where it costs nothing, and where "
+        "lora_modules, lora_prefetch_dir or lora_root is set",
+    ),
+    _choice(
+        "lora_experts",
+        "auto",
+        ("auto", "true", "false"),
+        "whether pages on a GPU have room for adapters of experts and of latents, which take much; "
+        "auto: if one of lora_modules has some",
+    ),
+    _int(
+        "lora_cache_optimal_adapter_size",
+        "8",
+        1,
+        1024,
+        "rank of an adapter that fills one page of the device's memory",
+    ),
+    _int("lora_cache_max_adapter_size", "64", 1, 1024, "largest rank of an adapter"),
+    ParameterSpec(
+        "lora_cache_gpu_memory_fraction",
+        "float",
+        "0.05",
+        "share of the device's memory, where the weights leave it, for adapters",
+        minimum=0.0,
+        maximum=1.0,
+    ),
+    _int(
+        "lora_cache_host_memory_bytes",
+        "1073741824",
+        0,
+        2**50,
+        "bytes of adapters that are kept on the host",
+    ),
+    ParameterSpec(
+        "lora_prefetch_dir",
+        "str",
+        "",
+        "folder of folders named by task ids, whose adapters are loaded at start",
+    ),
+    ParameterSpec(
+        "lora_modules",
+        "str",
+        "",
+        "adapters by name, loaded at start: a JSON object {name: PEFT folder} or a file with one",
+    ),
+    ParameterSpec(
+        "lora_root",
+        "str",
+        "",
+        "folder below which adapters may be loaded and unloaded by name while the server runs",
+    ),
     # Keys of tensorrtllm_backend that ask for something else than we do: refused unless neutral.
     _unused("enable_trt_overlap", "bool", "false", "deprecated"),
     _unused("encoder_model_path", "str", "", "encoder of T5-like models"),
-    _unused("max_attention_window_size", "str", "", "attention window"),
     _unused("sink_token_length", "str", "", "StreamingLLM"),
-    _unused("cross_kv_cache_fraction", "str", "", "encoder-decoder"),
     _unused("kv_cache_host_memory_bytes", "int", "0", "KV offload"),
     _unused("kv_cache_onboard_blocks", "bool", "true", "KV offload"),
     _unused("iter_stats_max_iterations", "int", "1000", "executor"),
     _unused("request_stats_max_iterations", "int", "0", "executor"),
-    _unused("gpu_device_ids", "str", "", "multi-GPU"),
     _unused("participant_ids", "str", "", "multi-GPU"),
-    _unused("num_nodes", "int", "1", "multi-GPU"),
     # The next two: what its configs have where several processes are not configured.
     _unused(
         "executor_worker_path",
@@ -278,11 +391,6 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "/opt/tritonserver/backends/tensorrtllm/triton_tensorrtllm_worker",
         "multi-GPU",
     ),
-    _unused("lora_cache_optimal_adapter_size", "int", "8", "LoRA"),
-    _unused("lora_cache_max_adapter_size", "int", "64", "LoRA"),
-    _unused("lora_cache_gpu_memory_fraction", "float", "0.05", "LoRA"),
-    _unused("lora_cache_host_memory_bytes", "int", "1073741824", "LoRA"),
-    _unused("lora_prefetch_dir", "str", "", "LoRA"),
     _unused("decoding_mode", "str", "", "kind of decoding"),
     _unused("lookahead_window_size", "str", "", "lookahead"),
     _unused("lookahead_ngram_size", "str", "", "lookahead"),

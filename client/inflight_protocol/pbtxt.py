@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from inflight_protocol.ensemble import ENSEMBLE_INPUT_MAP, ENSEMBLE_OUTPUT_MAP
+from inflight_protocol.ensemble import DRAFT_INPUTS, ENSEMBLE_INPUT_MAP, ENSEMBLE_OUTPUT_MAP
 from inflight_protocol.inputs import INPUT_BY_NAME, INPUTS
 from inflight_protocol.outputs import OUTPUT_BY_NAME, OUTPUTS
 from inflight_protocol.parameters import PARAMETERS
@@ -30,9 +30,9 @@ def update_repository(folder: Path) -> None:
     outputs = [
         replace(OUTPUT_BY_NAME[inner], name=name) for name, inner in ENSEMBLE_OUTPUT_MAP.items()
     ]
-    for model in ("ensemble", "tensorrt_llm_bls"):
+    for model, more in (("ensemble", ()), ("tensorrt_llm_bls", DRAFT_INPUTS)):
         path = folder / model / "config.pbtxt"
-        text = _with_tensors(path.read_text(), inputs, outputs, _REQUIRED_BY_ENSEMBLE)
+        text = _with_tensors(path.read_text(), [*inputs, *more], outputs, _REQUIRED_BY_ENSEMBLE)
         for kind, names in (("input", ENSEMBLE_INPUT_MAP), ("output", ENSEMBLE_OUTPUT_MAP)):
             text = re.sub(rf"( +{kind}_map .*\n)+", _map(kind, names), text)
         path.write_text(text)

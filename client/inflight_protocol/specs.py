@@ -8,9 +8,6 @@ import numpy as np
 
 EMPTY = "empty"
 """Neutral value of a list tensor: no elements."""
-AT_MOST_ONE = "at most one id"
-"""Neutral value of a decoder's prompt: where none is given, the peer's preprocessing puts the
-pad id there, and its clients hand that on to models that have no encoder."""
 ONLY_ZEROS = "only zeros"
 """Neutral value of a list that is zero wherever nothing is asked for; it may be empty."""
 

@@ -10,6 +10,7 @@ Triton language, with the function of the same name as its entry:
 ``silu_mul``                    the gated activation, also to FP8
 ``quantize_fp8``                rows to FP8 where no norm or activation could do it on its way
 ``invariant_linear``            a product whose rows do not depend on how many there are
+``delta_step``                  a token of each text through a recurrence, the gated delta rule
 ``copy_blocks``                 copy-on-write, and gather or scatter for a pause
 ``adjust_logits``               bias, and penalties for what was seen, in one pass
 ``ban_tokens``                  repeated n-grams, and words that must not be said

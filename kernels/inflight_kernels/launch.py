@@ -23,7 +23,9 @@ from triton import knobs
 from triton.runtime import driver
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
+BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+"""Of a quantised cache."""
+CACHE_DTYPES = (*FLOAT_DTYPES, *BYTE_DTYPES)
 
 # H200, the machine the launch heuristics were written for. Used where there is no CUDA device to
 # ask: in the interpreter, and when compiling for another machine.
@@ -193,6 +195,30 @@ def check_positive(name: str, value: float | None) -> None:
         raise ValueError(f"{name}: must be greater than 0 or None, got {value}")
 
 
+_MAX_ROW_SIZE = 32768  # a row is held in registers until its largest value is known
+
+
+def quantize_rows(
+    kernel: Any, x: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `quantize_fp8` and `quantize_int8` do around their kernels: x [T, n] -> numbers of
+    ``dtype`` [T, n] and scales [T, 1] float32. Raises ValueError naming what does not fit."""
+    check_arguments(Argument("x", x, ("T", "n"), FLOAT_DTYPES, check_rows))
+    num_tokens, size = x.shape
+    if not 0 < size <= _MAX_ROW_SIZE:
+        raise ValueError(f"x: rows must have 1 to {_MAX_ROW_SIZE} elements, got {size}")
+    out = torch.empty((num_tokens, size), dtype=dtype, device=x.device)
+    scales = torch.empty((num_tokens, 1), dtype=torch.float32, device=x.device)
+    if num_tokens:
+        block = next_power_of_2(size)
+        num_warps = min(max(block // 512, 4), 16)
+        kernel[(num_tokens,)](
+            out, scales, x, x.stride(0), SIZE=size, BLOCK=block, num_warps=num_warps,
+            **LAUNCH_OPTIONS,
+        )  # fmt: skip
+    return out, scales
+
+
 PATH = Path(__file__).with_name("tuned_tiles.json")
 
 
@@ -286,6 +312,20 @@ def to_fp8(x):
 
 
 @triton.jit
+def to_int8(x):
+    """float32 to int8, clamped to its range and rounded to nearest even."""
+    x = tl.clamp(x, -128.0, 127.0)
+    return ((x + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23, where floats are integers
+
+
+@triton.jit
+def int8_to_float16(x):
+    """The numbers of int8 from the low bytes of int16, by logic alone, which is faster than the
+    conversion: float16 from 1024 to 2047 have the integer that they are more in their low bits."""
+    return (((x & 0xFF) ^ 0x80) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+
+
+@triton.jit
 def store_fp8_row(out_ptr, scales_ptr, y, row, offs, mask, SIZE: tl.constexpr):
     """y [BLOCK] in float32, zeros beyond ``mask``, to a row of out [T, SIZE] in float8_e4m3fn and
     its scale, which makes the largest number 448."""
@@ -293,6 +333,16 @@ def store_fp8_row(out_ptr, scales_ptr, y, row, offs, mask, SIZE: tl.constexpr):
     scale = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-12) / FP8_MAX
     tl.store(scales_ptr + row, scale)
     tl.store(out_ptr + row * SIZE + offs, to_fp8(y / scale), mask=mask)
+
+
+@triton.jit
+def unpack_bytes(words, IS_INT8: tl.constexpr):
+    """int16 words of two numbers each -> (the lower ones, the upper ones) in float16, which holds
+    them all."""
+    if IS_INT8:
+        return int8_to_float16(words), int8_to_float16(words >> 8)
+    else:
+        return unpack_fp8(words)
 
 
 @triton.jit

@@ -14,10 +14,13 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import launch
+from inflight_kernels.launch import dot, narrow
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
+"""Of latents: 512 numbers, and 64 that turn."""
+MAX_FP8_HEAD_DIM = 256
 MAX_BLOCKS_OF_TILE = tl.constexpr(4)
 
 
@@ -52,14 +55,57 @@ def tile_rows(
 
 
 @triton.jit
-def to_product_dtype(q, IS_FP8: tl.constexpr):
-    """The query in the dtype of the matrix products. For an FP8 cache that is float16, which holds
-    every e4m3 number and is one conversion away; by way of bfloat16 the conversions alone would
-    take longer than the loads. A query beyond float16's range is clamped to it."""
-    if IS_FP8:
+def to_product_dtype(q, IS_BYTES: tl.constexpr):
+    """The query in the dtype of the matrix products. For a cache of FP8 or int8 that is float16,
+    which holds all their numbers and is one conversion away; by way of bfloat16 the conversions
+    alone would take longer than the loads. A query beyond float16's range is clamped to it."""
+    if IS_BYTES:
         return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     else:
         return q
+
+
+@triton.jit
+def load_tail(rows, is_row, HEAD_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
+    """Columns D to HEAD_DIM at pointers to rows [N]: [N, E]. Without E anything: it is not read."""
+    if E > 0:
+        offs = D + tl.arange(0, E)
+        mask = is_row[:, None] & (offs < HEAD_DIM)[None, :]
+        return tl.load(rows[:, None] + offs[None, :], mask=mask, other=0.0)
+    else:
+        return is_row
+
+
+@triton.jit
+def zero_tail(M: tl.constexpr, E: tl.constexpr):
+    """Sums for `add_tail`."""
+    return tl.zeros([M, E if E > 0 else 1], tl.float32)
+
+
+@triton.jit
+def score_tail(scores, q, k, E: tl.constexpr):
+    """scores [M, N] and what the tails of q [M, E] and k [N, E] add to them."""
+    if E > 0:
+        scores += dot(q, tl.trans(k))
+    return scores
+
+
+@triton.jit
+def add_tail(acc, alpha, p, v, E: tl.constexpr):
+    """The tail [M, E] of ``acc * alpha + p @ v``."""
+    if E > 0:
+        acc = acc * alpha[:, None] + dot(p, v)
+    return acc
+
+
+@triton.jit
+def store_tail(rows, acc, is_row, HEAD_DIM: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
+    """acc [M, E] to columns D to HEAD_DIM at pointers to rows [M]."""
+    if E > 0:
+        offs = D + tl.arange(0, E)
+        mask = is_row[:, None] & (offs < HEAD_DIM)[None, :]
+        out = narrow(acc, rows.dtype.element_ty)
+        tl.store(rows[:, None] + offs[None, :], out, mask=mask)
 
 
 @triton.jit
@@ -106,11 +152,29 @@ def scores_to_log2(scores, scale, SOFTCAP: tl.constexpr):
         return scores * (scale * LOG2E)
 
 
+def head_blocks(head_dim: int) -> tuple[int, int]:
+    """Powers of two that hold a head between them: a wide one that is none in two, else (n, 0)."""
+    whole = launch.next_power_of_2(head_dim)
+    if whole <= 256 or whole == head_dim:
+        return max(whole, 16), 0
+    return whole // 2, max(launch.next_power_of_2(head_dim - whole // 2), 16)
+
+
+def split_group(group: int, head_dim: int, most: int) -> int:
+    """Into how many equal parts the ``group`` query heads of a KV head go, a program each: wide
+    heads fill the registers, so up to ``most`` of them share a program."""
+    if head_dim <= 256:
+        return 1
+    return next(
+        parts for parts in range(1, group + 1) if group % parts == 0 and group <= most * parts
+    )
+
+
 @launch.once_in_a_row
 def check_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
     block_tables: torch.Tensor,
     context_lengths: torch.Tensor,
     scale: float,
@@ -129,11 +193,13 @@ def check_attention(
             f"query: head_dim must be a multiple of 16 up to {MAX_HEAD_DIM}, got {head_dim}"
         )
     launch.check_shape("key_cache", key_cache, (None, None, None, head_dim))
-    launch.check_shape("value_cache", value_cache, key_cache.shape)
-    launch.check_dtype("key_cache", key_cache, (query.dtype, torch.float8_e4m3fn))
-    launch.check_dtype("value_cache", value_cache, (key_cache.dtype,))
+    launch.check_dtype("key_cache", key_cache, (query.dtype, *launch.BYTE_DTYPES))
     launch.check_rows("key_cache", key_cache)
-    launch.check_rows("value_cache", value_cache)
+    if value_cache is not None:
+        launch.check_shape("value_cache", value_cache, key_cache.shape)
+        launch.check_dtype("value_cache", value_cache, (key_cache.dtype,))
+        launch.check_rows("value_cache", value_cache)
+        launch.check_same_device(query=query, value_cache=value_cache)
     if num_heads % key_cache.shape[2]:
         raise ValueError(
             f"query: num_heads must be a multiple of the cache's {key_cache.shape[2]} KV heads, "
@@ -157,11 +223,14 @@ def check_attention(
             launch.check_contiguous(name, per_head)
             launch.check_same_device(**{"query": query, name: per_head})
     if key_cache.dtype == torch.float8_e4m3fn:
+        if head_dim > MAX_FP8_HEAD_DIM:
+            raise ValueError(
+                f"key_cache: in FP8 head_dim must be at most {MAX_FP8_HEAD_DIM}, got {head_dim}"
+            )
         launch.check_fp8_device()
     launch.check_same_device(
         query=query,
         key_cache=key_cache,
-        value_cache=value_cache,
         block_tables=block_tables,
         context_lengths=context_lengths,
     )

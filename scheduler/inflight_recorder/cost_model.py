@@ -77,10 +77,14 @@ class CostModel(NamedTuple):
         """Microseconds of an iteration with this work, without noise."""
         return _predict(self[:5], load)
 
-    def draw(self, load: Load, rng: random.Random) -> float:
-        """Microseconds of one such iteration."""
+    def draw_noise(self, rng: random.Random) -> float:
+        """What the next iteration takes beyond its price, or below."""
+        return rng.choice(self.noise) if self.noise else 0.0
+
+    def with_noise(self, load: Load, noise: float) -> float:
+        """Microseconds of an iteration with this work and ``noise``."""
         price = self.predict(load)
-        return max(price + rng.choice(self.noise), _LEAST_SHARE * price) if self.noise else price
+        return max(price + noise, _LEAST_SHARE * price)
 
 
 def fit_cost_model(samples: Sequence[Sample]) -> CostModel:

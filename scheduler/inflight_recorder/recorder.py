@@ -304,6 +304,38 @@ class FlightRecorder:
         start = None if self._number == len(packed) else self._ring[0].start
         return format_recording(self.settings, self._software, self._started, start, packed)
 
+    @property
+    def identity(self) -> str:
+        """Another one for each recorder: its numbers start anew."""
+        return f"{self._start_ns:x}"
+
+    @property
+    def now_us(self) -> int:
+        """Microseconds since the recording was started, as its iterations tell them."""
+        return (self._clock() - self._start_ns) // 1000
+
+    @property
+    def num_iterations(self) -> int:
+        """The number of the last iteration."""
+        return self._number
+
+    def recent(self, number: int | None, most: int) -> tuple[StartState | None, list[bytes]]:
+        """The iterations behind ``number``, packed, with None before them.
+
+        If it is None, or too many came since: the last chunks that hold at most ``most`` of them
+        (at least one chunk), with the state that they start from. Call it on the thread that
+        records.
+        """
+        chunks: list[RingChunk] = []
+        for chunk in reversed(self._ring):
+            if chunks and sum(len(each.packed) for each in chunks) + len(chunk.packed) > most:
+                break
+            chunks.insert(0, chunk)
+        packed = [iteration for chunk in chunks for iteration in chunk.packed]
+        if number is not None and 0 <= self._number - number <= len(packed):
+            return None, packed[len(packed) - (self._number - number) :]
+        return chunks[0].start if chunks else None, packed
+
     def close(self) -> None:
         """Close the sink."""
         if self._sink is not None:
@@ -461,6 +493,9 @@ class FlightRecorder:
             float(request.priority),
             request.beam_width,
             self._places.get(request_id),
+            request.lora_task_id,
+            request.lora_pages,
+            request.encoder_length,
         )
 
     def _open_chunk(self, active_requests: Sequence[LlmRequest]) -> None:
@@ -483,6 +518,7 @@ class FlightRecorder:
             tuple([self._hashes.get(request.request_id, b"") for request in requests]),
             self._running is not None and any(self._running),
             self._block_manager.cache_state(),
+            marshal.dumps(self._block_manager.window_tables(), _MARSHAL_VERSION),
         )
         size = max(NUM_CHUNKS // 4, 1) if len(requests) >= MANY_REQUESTS else 1
         max_bytes = size * max(CHUNK_BYTES, REQUEST_BYTES * len(requests))
@@ -501,6 +537,10 @@ _standing = attrgetter(  # half the time that one after another takes, of thousa
     "num_pauses",
     "priority",
     "beam_width",
+    "lora_task_id",
+    "lora_pages",
+    "encoder_length",
+    "is_encoded",
 )
 """The first fields of a `RequestState`, of a request now."""
 

@@ -34,6 +34,7 @@ from inflight_recorder.settings import (
     Settings,
     StartState,
 )
+from inflight_scheduler.kv.prefix_cache import HASH_SIZE
 from inflight_scheduler.planning.active_requests import DEFAULT_PRIORITY_SPAN
 from inflight_scheduler.policies.micro_batch import ContextChunking, ContextChunkingPolicy
 from inflight_scheduler.policies.scheduler import find_policy
@@ -49,6 +50,11 @@ MAX_NUM_REQUESTS = 2**16
 MAX_NUM_TOKENS = 2**24
 """Tokens of one request, at most (the bound of ``max_seq_len``)."""
 
+MAX_NUM_GROUPS = 64
+"""Groups of layers with block tables of their own, at most."""
+
+_STATE_FIELDS, _ARRIVAL_FIELDS = 15, 10  # in a chunk, of `RequestState` and `Arrival`
+
 MAX_TIME = 2**53
 """Microseconds; what a JSON number holds exactly everywhere."""
 
@@ -62,6 +68,8 @@ Id = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0, le=MAX_NUM_TOKENS)]
 Size = Annotated[int, Meta(ge=1, le=MAX_NUM_TOKENS)]
 Time = Annotated[int, Meta(ge=0, le=MAX_TIME)]
+TaskId = int  # unsigned, 64 bits; below 0 for adapters that have names
+Pages = Annotated[int, Meta(ge=1, le=2**20)]
 Priority = Annotated[float, Meta(ge=0, le=1)]
 BeamWidth = Annotated[int, Meta(ge=1, le=1024)]
 NumDrafts = Annotated[int, Meta(ge=0, le=2**12)]
@@ -93,6 +101,13 @@ class Growth(NamedTuple):
 
     request_id: Id
     hashes: bytes
+
+
+class BlocksBefore(NamedTuple):
+    """``num_blocks`` of the text of a request are before something."""
+
+    request_id: Id
+    num_blocks: Annotated[int, Meta(ge=1, le=MAX_NUM_TOKENS)]
 
 
 class PartialMatch(NamedTuple):
@@ -129,7 +144,8 @@ class Arrival(_Record):
     """A request that was accepted.
 
     ``waited_us``: how long before the decision it had come. ``place`` is its index among the
-    active ones, None for last.
+    active ones, None for last. ``lora_task_id``: of its adapter, which takes ``lora_pages``.
+    ``encoder_length``: tokens that an encoder reads for it.
     """
 
     request_id: Id
@@ -139,6 +155,17 @@ class Arrival(_Record):
     priority: Priority = 0.5
     beam_width: BeamWidth = 1
     place: Annotated[int, Meta(ge=0, le=MAX_NUM_REQUESTS)] | None = None
+    lora_task_id: TaskId | None = None
+    lora_pages: Pages = 1
+    encoder_length: Count = 0
+
+
+class WindowTable(NamedTuple):
+    """Of a group of layers with a window: how many blocks a request has given back, and those it
+    held, in token order."""
+
+    num_behind: Annotated[int, Meta(ge=0, le=MAX_NUM_TOKENS)]
+    blocks: Blocks
 
 
 class RequestState(_Record):
@@ -148,8 +175,9 @@ class RequestState(_Record):
     there, as in `LlmRequest`. ``num_computed`` are the tokens of the context that were computed.
     ``pending_place``: the last token is that of a step which ran, at that place among its
     tokens, from 1; 0 if no step ran for the request. ``num_blocks`` it held, where drafts had taken
-    more than its tokens need; else 0. ``hashes``: with block reuse, those told of it
-    before, and ``table`` the blocks that it held, in token order.
+    more than its tokens need; else 0. ``is_encoded``: its encoder had run. ``hashes``: with block
+    reuse, those told of it before, and ``table`` the blocks that it held, in token order.
+    ``windows``: what it held in groups with a window.
     """
 
     request_id: Id
@@ -161,10 +189,15 @@ class RequestState(_Record):
     num_pauses: Count
     priority: Priority = 0.5
     beam_width: BeamWidth = 1
+    lora_task_id: TaskId | None = None
+    lora_pages: Pages = 1
+    encoder_length: Count = 0
+    is_encoded: bool = False
     pending_place: Annotated[int, Meta(ge=0, le=MAX_NUM_REQUESTS)] = 0
     num_blocks: Annotated[int, Meta(ge=0, le=MAX_NUM_BLOCKS)] = 0
     hashes: bytes = b""
     table: Blocks = ()
+    windows: Annotated[tuple[WindowTable, ...], Meta(max_length=MAX_NUM_GROUPS)] = ()
 
     def __post_init__(self) -> None:
         if not self.orig_prompt_len <= self.prompt_len <= self.num_tokens:
@@ -172,6 +205,10 @@ class RequestState(_Record):
         num_left = self.max_new_tokens - (self.num_tokens - self.prompt_len)
         if num_left < (0 if self.pending_place else 1) or self.num_computed > self.prompt_len:
             raise ValueError("a request has nothing left to generate, or too much computed")
+        if (self.num_computed > 0 or self.is_encoded) and (
+            self.is_encoded != (self.encoder_length > 0)
+        ):
+            raise ValueError("a request has started, and its encoder has not")
         if (self.num_tokens > self.prompt_len) != (self.num_computed == self.prompt_len):
             raise ValueError("a request generates before its context is computed")
 
@@ -180,20 +217,29 @@ class CacheStart(_Record):
     """With block reuse: what was cached when the recording began.
 
     ``kept`` are the blocks whose content is kept, with the ``hashes`` of that, and ``idle`` those
-    of them that no request held, the one to be given up first in front.
+    of them that no request held, the one to be given up first in front. ``groups`` are those of the
+    kept blocks, if there are several. ``snapshots`` (hashes), ``held`` and ``partings``: see
+    `StateSnapshots`.
     """
 
     kept: Blocks = ()
     hashes: bytes = b""
     idle: Blocks = ()
+    groups: Annotated[
+        tuple[Annotated[int, Meta(ge=0, lt=MAX_NUM_GROUPS)], ...], Meta(max_length=MAX_NUM_BLOCKS)
+    ] = ()
+    snapshots: bytes = b""
+    held: Annotated[tuple[BlocksBefore, ...], _Rows] = ()
+    partings: Annotated[tuple[BlocksBefore, ...], _Rows] = ()
 
 
 class ChunkingRecord(_Record):
     """`ContextChunking` as a recording has it."""
 
-    policy: Literal["first_come_first_served", "equal_progress", "force_chunk"]
+    policy: Literal["first_come_first_served", "equal_progress", "force_chunk", "pipeline_aware"]
     unit_size: Size
     max_context_length: Size | None = None
+    num_stages: Size = 1
 
 
 class SettingsRecord(_Record):
@@ -211,9 +257,18 @@ class SettingsRecord(_Record):
     is_overlapped: bool = False
     priority_span: Annotated[float, Meta(ge=0)] = DEFAULT_PRIORITY_SPAN
     max_drafting_batch: Annotated[int, Meta(ge=0)] | None = None
+    num_adapter_pages: Annotated[int, Meta(ge=1, le=2**31)] | None = None
+    windows: Annotated[tuple[Size | None, ...], Meta(min_length=1, max_length=MAX_NUM_GROUPS)] = (
+        None,
+    )
+    max_drafts: Count = 0
+    num_cross_blocks: Annotated[int, Meta(ge=0, le=MAX_NUM_BLOCKS)] = 0
+    num_snapshots: Annotated[int, Meta(ge=1, le=2**16)] | None = None
 
     def __post_init__(self) -> None:
         find_policy(self.policy)  # an error if the recording server had one of its own
+        if None in self.windows[1:]:
+            raise ValueError("windows: only the first group of layers may see all")
 
     @classmethod
     def of(cls, settings: Settings) -> SettingsRecord:
@@ -233,7 +288,10 @@ class SettingsRecord(_Record):
             policy = ContextChunkingPolicy[chunking.policy.upper()]
             try:
                 content["chunking"] = ContextChunking(
-                    policy, chunking.unit_size, chunking.max_context_length
+                    policy,
+                    chunking.unit_size,
+                    chunking.max_context_length,
+                    chunking.num_stages,
                 )
             except ValueError as error:
                 raise RecordingError(f"chunking: {error}") from None
@@ -402,11 +460,29 @@ def format_header(
     if start is not None and start.cache is not None:
         kept, tables = start.cache.kept, start.cache.tables
         hashes = array("Q", [start.cache.hashes[block] for block in kept]).tobytes()
-        cache = CacheStart(tuple(kept), hashes, tuple(start.cache.idle))
+        pairs = iter(array("i", start.cache.groups))
+        groups = dict(zip(pairs, pairs, strict=True))
+        kept_groups = tuple([groups.get(block, 0) for block in kept]) if groups else ()
+        known = start.cache.snapshots
+        cache = CacheStart(
+            tuple(kept),
+            hashes,
+            tuple(start.cache.idle),
+            kept_groups,
+            b"".join([key[:HASH_SIZE] for key in known.keys]),
+            tuple(BlocksBefore(*each) for each in known.held),
+            tuple(BlocksBefore(*each) for each in known.partings),
+        )
     active: list[RequestState] = []
     if start is not None:
-        states = zip(_rows(marshal.loads(start.requests), 11), start.hashes, strict=True)
-        active = [RequestState(*(*row, own, tables.get(row[0], ()))) for row, own in states]
+        states = zip(_rows(marshal.loads(start.requests), _STATE_FIELDS), start.hashes, strict=True)
+        windows = dict(marshal.loads(start.windows))
+        active = [
+            RequestState(
+                *(*row, own, tables.get(row[0], ()), _window_tables(windows.get(row[0], ())))
+            )
+            for row, own in states
+        ]
     header = Header(
         FORMAT_VERSION,
         SettingsRecord.of(settings),
@@ -417,6 +493,10 @@ def format_header(
         cache,
     )
     return msgspec.json.encode(header).decode() + "\n"
+
+
+def _window_tables(parts: Sequence[tuple[int, list[int]]]) -> tuple[WindowTable, ...]:
+    return tuple(WindowTable(num_behind, tuple(blocks)) for num_behind, blocks in parts)
 
 
 def format_iteration(packed: bytes) -> str:
@@ -458,10 +538,54 @@ def unpack_iteration(packed: bytes) -> Iteration:
         start_us,
         step_us,
         num_free,
-        tuple([Arrival(*row) for row in _rows(arrivals, 7)]),
+        tuple([Arrival(*row) for row in _rows(arrivals, _ARRIVAL_FIELDS)]),
         decision,
         *[*map(_named, kinds, rest), *rest[len(kinds) :]],
     )
+
+
+def summarise(packed: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Iterations for who looks on: plain values under the keys of their lines, without blocks.
+
+    Arrivals ``a`` are ``[id, prompt_len, max_new_tokens, waited_us, priority]``, and ``x`` counts
+    the tokens that drafts brought beyond one for each step. Those of iterations in which nothing
+    changed, one behind the other, are one: ``i`` is the number of the last, ``n`` how many they
+    are and ``d`` the time from the start of the first, ``t``, to the end of the last.
+    """
+    found: list[dict[str, Any]] = []
+    for each in packed:
+        number, start_us, step_us, num_free, *rest = marshal.loads(each)
+        changes, has_decided = _changes(*rest), rest[1] is not None
+        last = found[-1] if found else {}
+        if has_decided and not changes and "n" in last:
+            span = start_us + step_us - last["t"]
+            last |= {"i": number, "d": span, "f": num_free, "n": last["n"] + 1}
+            continue
+        row = {"i": number, "t": start_us, "d": step_us, "f": num_free}
+        found.append({**row, **(changes or {"n": 1})})
+    return found
+
+
+def _changes(arrivals: Any, decided: Any, ends: Any, *rest: Any) -> dict[str, Any]:
+    """What was another thing than one more token for each request."""
+    context, told, paused = decided or ((), (), ())
+    is_whole = isinstance(told, bytes)
+    changes = {
+        "a": [list(own[:5]) for own in _rows(arrivals, _ARRIVAL_FIELDS)],
+        "e": [list(own) for own in _rows(ends, 2)],
+        "c": [list(own) for own in _rows(context, 2)],
+        "+": [] if is_whole else list(told or ()),
+        "p": list(paused),
+        "x": sum(max(own[3] - 1, 0) for own in _rows(rest[3], 4)),
+    }
+    changes = {key: value for key, value in changes.items() if value}
+    return {**changes, "g": list(array("Q", told))} if is_whole else changes
+
+
+def standing_requests(start: StartState) -> list[list[int]]:
+    """``[id, prompt_len, tokens so far, tokens at most]`` of each request in flight then."""
+    rows = _rows(marshal.loads(start.requests), _STATE_FIELDS)
+    return [[row[0], row[1], row[3], row[2] + row[4]] for row in rows]
 
 
 def _named(kind: Any, fields: tuple[Any, ...]) -> Any:

@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from inflight_scheduler.kv.block_manager import BlockManager
 from inflight_scheduler.kv.prefix_cache import CacheState
 from inflight_scheduler.planning.active_requests import DEFAULT_PRIORITY_SPAN
 from inflight_scheduler.planning.planner import BatchPlanner
 from inflight_scheduler.policies.capacity import POLICIES, ReservingScheduler
 from inflight_scheduler.policies.check_decision import check_decision
 from inflight_scheduler.policies.micro_batch import ContextChunking
+from inflight_scheduler.policies.resources import (
+    KEPT_STEPS,
+    AnswerRoom,
+    CrossBlocks,
+    PeftPages,
+    Resource,
+)
 from inflight_scheduler.policies.scheduler import (
     CapacitySchedulerPolicy,
     SimpleScheduler,
@@ -44,7 +52,9 @@ class Settings:
     ``is_overlapped``: a step was decided while the one before it ran, so what its tokens ended was
     known one decision later. ``scheduler_class`` names a scheduler of the user; it is never
     imported from here. ``priority_span``: see `ActiveRequests`. ``max_drafting_batch``: drafts are
-    guessed while at most so many are active; None if they never are.
+    guessed while at most so many are active; None if they never are. ``num_adapter_pages``: None
+    where requests have no adapters. ``windows`` and ``max_drafts`` (told where there are windows):
+    see `BlockManager`, and so ``num_snapshots``.
     """
 
     policy: CapacitySchedulerPolicy | str
@@ -59,12 +69,40 @@ class Settings:
     is_overlapped: bool = False
     priority_span: float = DEFAULT_PRIORITY_SPAN
     max_drafting_batch: int | None = None
+    num_adapter_pages: int | None = None
+    windows: tuple[int | None, ...] = (None,)
+    max_drafts: int = 0
+    num_cross_blocks: int = 0
+    num_snapshots: int | None = None
+
+    @property
+    def max_chunk_tokens(self) -> int | None:
+        """The longest context chunk, as `BlockManager` wants it."""
+        return None if self.chunking is None else self.max_num_tokens
 
     @property
     def may_pause(self) -> bool:
         """True where a request may have to compute its text again."""
         is_reserving = issubclass(POLICIES[self.policy_name], ReservingScheduler)
         return self.scheduler_class is not None or not is_reserving
+
+    def make_cross_blocks(self) -> BlockManager | None:
+        """Fresh blocks for an encoder's answers; None without an encoder."""
+        if self.num_cross_blocks == 0:
+            return None
+        return BlockManager(self.num_cross_blocks, self.tokens_per_block)
+
+    def resources(self, planner: BatchPlanner) -> tuple[Resource, ...]:
+        """What requests need besides KV blocks."""
+        found: list[Resource] = []
+        if self.num_adapter_pages is not None:
+            found.append(PeftPages(self.num_adapter_pages))
+        if (answers := planner.answers) is not None:
+            assert self.max_num_tokens is not None, "an encoder needs a bound of its step"
+            room = KEPT_STEPS * self.max_num_tokens
+            found.append(CrossBlocks(answers.blocks))
+            found.append(AnswerRoom(room, lambda: answers.num_kept_tokens))
+        return tuple(found)
 
     @property
     def policy_name(self) -> str:
@@ -77,13 +115,15 @@ class StartState:
     """Where everything stood when a chunk began; see `schema.format_header`.
 
     ``requests`` are the fields of each `RequestState` up to its hashes, packed, and ``hashes`` are
-    those of each of these requests. ``cache`` None: without block reuse.
+    those of each of these requests. ``cache`` None: without block reuse. ``windows``: what
+    `BlockManager.window_tables` says, packed.
     """
 
     requests: bytes
     hashes: tuple[bytes, ...]
     is_running: bool
     cache: CacheState | None
+    windows: bytes
 
 
 def scheduler_of(
@@ -99,6 +139,7 @@ def scheduler_of(
         max_batch_size=settings.max_batch_size,
         max_num_tokens=settings.max_num_tokens,
         chunking=settings.chunking,
+        resources=settings.resources(planner),
     )
 
 
@@ -128,4 +169,5 @@ def check_possible(
         max_batch_size=settings.max_batch_size,
         max_num_tokens=settings.max_num_tokens,
         may_chunk=settings.chunking is not None,
+        resources=settings.resources(planner),
     )

@@ -11,7 +11,8 @@ cache what it found then. How much of a further block it found is taken from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import NamedTuple, SupportsIndex, overload
 
@@ -41,8 +42,9 @@ from inflight_scheduler.beam_search import BeamStep, Candidate
 from inflight_scheduler.errors import InvalidDecision, SchedulerError
 from inflight_scheduler.kv.block_manager import BlockManager
 from inflight_scheduler.kv.prefix_cache import HASH_SIZE, CacheContent
+from inflight_scheduler.kv.state_snapshots import SnapshotState
 from inflight_scheduler.planning.planner import BatchPlanner
-from inflight_scheduler.policies.scheduler import RequestScheduler
+from inflight_scheduler.policies.scheduler import CapacitySchedulerPolicy, RequestScheduler
 from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
 from inflight_scheduler.states import FinishReason, LlmRequestState
 
@@ -82,7 +84,9 @@ class Plan(NamedTuple):
         num_tokens = sum(chunk.num_tokens for chunk in batch.context_chunks)
         num_cached = sum(request.num_cached_tokens * request.num_rows for request in generation)
         num_rows = batch.num_tokens - num_tokens
-        return cls(batch, Load(num_tokens, len(batch.context_chunks), num_rows, num_cached))
+        num_contexts = len(batch.context_chunks) + len(batch.encoder_runs)
+        num_tokens += batch.num_encoder_tokens
+        return cls(batch, Load(num_tokens, num_contexts, num_rows, num_cached))
 
 
 NO_PLAN = Plan(ScheduledBatch(iteration=0), None)
@@ -101,6 +105,9 @@ class Step(NamedTuple):
 
 
 _ANY_BLOCK = -1
+
+_LOOK_AHEAD = 2
+"""Tokens beyond those of a step that a policy may want room for."""
 
 
 class Simulation:
@@ -124,9 +131,15 @@ class Simulation:
             settings.num_blocks,
             settings.tokens_per_block,
             enable_reuse=settings.enable_reuse,
+            windows=settings.windows,
+            max_chunk_tokens=settings.max_chunk_tokens,
+            max_drafts=settings.max_drafts,
+            num_snapshots=settings.num_snapshots,
             partial_match=self._partial_match,
         )
-        self.planner = BatchPlanner(self.block_manager, settings.max_batch_size)
+        self.planner = BatchPlanner(
+            self.block_manager, settings.max_batch_size, cross_blocks=settings.make_cross_blocks()
+        )
         try:
             self.scheduler = make_scheduler and make_scheduler(settings, self.planner)
         except ValueError as error:
@@ -170,7 +183,14 @@ class Simulation:
         arrived = [
             self.arrive(
                 make_request(
-                    a.request_id, a.prompt_len, a.max_new_tokens, a.beam_width, a.priority
+                    a.request_id,
+                    a.prompt_len,
+                    a.max_new_tokens,
+                    a.beam_width,
+                    a.priority,
+                    a.lora_task_id,
+                    a.lora_pages,
+                    a.encoder_length,
                 ),
                 a.place,
             )
@@ -195,8 +215,14 @@ class Simulation:
         ``partial_matches``: tokens that are cached of blocks of the prompt, by their index.
         """
         request_id = request.request_id
-        if not self.block_manager.can_ever_fit(request):
+        may_pause = self.settings.may_pause
+        if not self.block_manager.can_ever_fit(request, may_pause=may_pause):
             raise RecordingError(f"request {request_id} is larger than the whole pool")
+        room = self.settings.num_cross_blocks * self.settings.tokens_per_block
+        if request.encoder_length > room:
+            raise RecordingError(f"request {request_id} has no room for what its encoder says")
+        if request.beam_width > 1 and self.block_manager.window_groups:
+            raise RecordingError(f"request {request_id} has beams, and layers have windows")
         if request_id in self._by_id:
             raise RecordingError(f"request {request_id} arrives while it is active")
         if len(self._by_id) >= MAX_NUM_REQUESTS:
@@ -342,6 +368,65 @@ class Simulation:
         load = None if running is None or self.must_settle else running.load
         advanced = self._run_overlapped(NO_PLAN, iteration)
         return self._end_by_tokens(advanced, iteration, load)
+
+    @property
+    def num_plain_turns(self) -> int:
+        """How many turns can be skipped, since what they do is known: every active request
+        generates one token in each, and none ends, is paused or waits. 0 if that is not sure.
+
+        Only for the policies of TensorRT-LLM and ours, and where no drafts are to come.
+        """
+        settings, active, running = self.settings, self.active, self._running
+        num_requests = len(active)
+        has_known_policy = isinstance(settings.policy, CapacitySchedulerPolicy)
+        if not active or settings.scheduler_class is not None or not has_known_policy:
+            return 0
+        if settings.windows != (None,):  # blocks behind a window are given back on the way
+            return 0
+        if settings.num_snapshots is not None:  # and states are saved
+            return 0
+        if num_requests > min(settings.max_num_tokens or num_requests, settings.max_batch_size):
+            return 0
+        if settings.is_overlapped and (
+            running is None
+            or running.load is None
+            or running.batch.runs
+            or len(running.batch.generation_slots) != num_requests
+        ):
+            return 0
+        if not all(map(_is_plain, active)):
+            return 0
+        num_turns = min(request.max_num_tokens - request.num_tokens for request in active) - 1
+        num_places = num_turns + _LOOK_AHEAD
+        manager = self.block_manager
+        num_blocks = sum(
+            -(-(request.num_cached_tokens + num_places) // settings.tokens_per_block)
+            - manager.num_blocks_of(request.request_id)
+            for request in active
+        )
+        return num_turns if num_blocks <= manager.num_free_blocks else 0
+
+    def plain_loads(self) -> Iterator[Load]:
+        """The work that is waited for in one plain turn after the other, without an end."""
+        if self._running is not None and self._running.load is not None:  # overlapped
+            yield self._running.load
+        num_requests = len(self.active)
+        num_cached = sum(request.num_cached_tokens for request in self.active)
+        while True:
+            yield Load(0, 0, num_requests, num_cached)
+            num_cached += num_requests
+
+    def skip_plain_turns(self, num_turns: int) -> None:
+        """Come to the state behind so many plain turns (see `num_plain_turns`)."""
+        if self._running is not None:
+            load = next(islice(self.plain_loads(), num_turns, None))
+            self._running = self._running._replace(load=load)
+        for request in self.active:
+            num_tokens = request.num_cached_tokens + num_turns
+            blocks = self.block_manager.allocate(request.request_id, num_tokens)
+            assert blocks is not None, "a plain turn has no room"
+            assert isinstance(request.tokens, SyntheticTokens)
+            request.tokens.length += num_turns
 
     def _run_overlapped(self, plan: Plan, iteration: Iteration) -> list[LlmRequest]:
         """The requests that got a token of the step before, which ran until now."""
@@ -496,6 +581,9 @@ class Simulation:
             state.max_new_tokens,
             state.beam_width,
             state.priority,
+            state.lora_task_id,
+            state.lora_pages,
+            state.encoder_length,
         )
         if state.beam_width > 1 and state.num_computed > 0:
             raise RecordingError(
@@ -508,6 +596,11 @@ class Simulation:
         request.tokens = SyntheticTokens(state.num_tokens, state.request_id)
         request.block_keys = split_hashes(state.hashes)
         self._num_told[state.request_id] = len(request.block_keys)
+        if state.is_encoded:
+            request.finish_encoder()
+            answers = self.planner.answers
+            if answers is None or not answers.restore(request, is_read=state.num_computed > 0):
+                raise RecordingError("the requests at the start hold more than there is")
         if state.num_computed == 0:
             return
         request.context_chunk_size = state.num_computed
@@ -517,22 +610,46 @@ class Simulation:
             num_cached = max(state.prompt_len, request.num_cached_tokens)
             num_tokens = max(num_cached, state.num_blocks * self.settings.tokens_per_block)
             blocks = self.block_manager.allocate(state.request_id, num_tokens)
-            has_room = has_room and state.num_blocks <= (
-                self.block_manager.get_blocks_at_completion(request)
-            )
+            most = -(-request.max_num_tokens // self.settings.tokens_per_block)
+            has_room = has_room and state.num_blocks <= most
             has_room = has_room and blocks is not None
+            windows = {state.request_id: self._window_tables(state, num_cached)}
+            has_room = has_room and self.block_manager.restore_windows(windows)
         if not has_room:
             raise RecordingError("the requests at the start hold more than there is")
         request.seq_slot = self.planner.slots.assign()
 
+    def _window_tables(
+        self, state: RequestState, num_cached: int
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """What the request held in groups with a window, if it can have.
+
+        In its context, of which a table need not hold all, ``num_cached`` is not asked for.
+        """
+        groups, size = self.block_manager.window_groups, self.settings.tokens_per_block
+        if len(state.windows) != len(groups):
+            raise RecordingError(
+                f"windows: request {state.request_id} has {len(state.windows)} tables for "
+                f"{len(groups)} groups"
+            )
+        num_tokens = state.num_computed if state.num_computed < state.prompt_len else num_cached
+        for group, (num_behind, blocks) in zip(groups, state.windows, strict=True):
+            num_entries = num_behind + len(blocks)
+            is_seen = num_behind <= group.first_seen(num_tokens)
+            if not is_seen or num_entries * size < num_tokens or num_entries > 2**20:
+                raise RecordingError(f"windows: request {state.request_id} holds too few blocks")
+        return [(each.num_behind, each.blocks) for each in state.windows]
+
     def _restore_cache(self, cache: CacheStart, active: Sequence[RequestState]) -> None:
         """Rebuild what was cached and held; it may contradict itself or ``active``."""
-        tables = {}
+        tables, windows = {}, {}
+        has_full = self.settings.windows[0] is None
         for request, state in zip(self.active, active, strict=True):
             num_cached = 0
             if request.seq_slot is not None:
                 num_cached = max(request.prompt_len, request.num_cached_tokens)
-            if len(state.table) < -(-num_cached // self.settings.tokens_per_block):
+                windows[request.request_id] = self._window_tables(state, num_cached)
+            if has_full and len(state.table) < -(-num_cached // self.settings.tokens_per_block):
                 raise RecordingError(
                     f"cache: request {request.request_id} holds {len(state.table)} blocks"
                 )
@@ -540,16 +657,36 @@ class Simulation:
                 raise RecordingError(f"cache: request {request.request_id} holds a block twice")
             tables[request.request_id] = state.table
         keys = split_hashes(cache.hashes)
-        ids = (*cache.kept, *cache.idle, *(block for table in tables.values() for block in table))
+        held = [held for parts in windows.values() for _, held in parts]
+        own = [block for table in held for block in table]
+        if len(set(own)) < len(own) or not set(own).isdisjoint(chain(*tables.values())):
+            raise RecordingError("cache: a block of a group with a window is held twice")
+        held += tables.values()
+        ids = (*cache.kept, *cache.idle, *(block for table in held for block in table))
         if max(ids, default=0) >= self.settings.num_blocks:
             raise RecordingError(f"cache: block {max(ids)} of {self.settings.num_blocks}")
         if len(keys) != len(cache.kept) or len(set(cache.kept)) != len(keys):
             raise RecordingError("cache: kept must name each block once, and hashes what it holds")
         kept = dict(zip(cache.kept, keys, strict=True))
+        groups = cache.groups or (0,) * len(cache.kept)
+        if len(groups) != len(cache.kept) or max(groups, default=0) >= len(self.settings.windows):
+            raise RecordingError("cache: groups must name that of each kept block")
+        own_groups = dict(zip(cache.kept, groups, strict=True))
+        known = self._snapshots(cache, active)
+        content = CacheContent(tables, kept, cache.idle, own_groups, windows, known)
         try:
-            self.block_manager.restore_cache(CacheContent(tables, kept, cache.idle))
+            self.block_manager.restore_cache(content)
         except ValueError as error:
             raise RecordingError(f"cache: {error}") from None
+
+    def _snapshots(self, cache: CacheStart, active: Sequence[RequestState]) -> SnapshotState:
+        """Those of states, if requests have the text that they are behind."""
+        size = self.settings.tokens_per_block
+        num_full = {each.request_id: each.num_tokens // size for each in active}
+        for request_id, num_blocks in (*cache.held, *cache.partings):
+            if num_blocks > num_full.get(request_id, 0):
+                raise RecordingError(f"cache: request {request_id} has no {num_blocks} full blocks")
+        return SnapshotState(split_hashes(cache.snapshots), cache.held, cache.partings)
 
     def _resume_step(self, start: Header) -> None:
         """The step that ran when the recording began, of which only the tokens are to come.
@@ -623,12 +760,21 @@ class SyntheticTokens(list[int]):
         return [self.token] * max(end - start, 0)
 
 
+def _is_plain(request: LlmRequest) -> bool:
+    """Whether its next turns only generate."""
+    is_generating = request.state is LlmRequestState.GENERATION_IN_PROGRESS
+    return is_generating and request.beams is None and not request.draft_tokens
+
+
 def make_request(
     request_id: int,
     prompt_len: int,
     max_new_tokens: int,
     beam_width: int = 1,
     priority: float = 0.5,
+    lora_task_id: int | None = None,
+    lora_pages: int = 1,
+    encoder_length: int = 0,
 ) -> LlmRequest:
     """A request that has lengths only."""
     request = LlmRequest(
@@ -638,6 +784,9 @@ def make_request(
         beam_width=beam_width,
         beams=RecordedBeams(beam_width, max_new_tokens) if beam_width > 1 else None,
         priority=priority,
+        lora_task_id=lora_task_id,
+        lora_pages=lora_pages,
+        encoder_length=encoder_length,
     )
     request.tokens = SyntheticTokens(prompt_len, request_id)
     request.prompt_len = request.orig_prompt_len = request.context_chunk_size = prompt_len

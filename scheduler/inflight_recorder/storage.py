@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -200,11 +200,16 @@ class RecordingReader:
 
 
 @contextmanager
-def open_recording(path: Path) -> Iterator[RecordingReader]:
-    """Open a recording. `RecordingError` if there is none, or it is none."""
+def open_recording(
+    path: Path, watch: Callable[[BinaryIO], AbstractContextManager[BinaryIO]] = nullcontext
+) -> Iterator[RecordingReader]:
+    """Open a recording. `RecordingError` if there is none, or it is none.
+
+    ``watch`` stands before the file and sees what is read.
+    """
     try:
         file = path.open("rb")
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error.strerror}") from None
-    with file:
-        yield RecordingReader(file, path.name)
+    with file, watch(file) as watched:
+        yield RecordingReader(watched, path.name)

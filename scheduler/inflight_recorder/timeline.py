@@ -202,7 +202,7 @@ class _Follower:
         timeline.step_us.append(iteration.step_us)
         timeline.num_context.append(len(decision.context) if decision else 0)
         timeline.num_generation.append(len(decision.generation) if decision else 0)
-        timeline.num_context_tokens.append(batch.num_context_tokens)
+        timeline.num_context_tokens.append(batch.num_context_tokens + batch.num_encoder_tokens)
         timeline.num_generation_tokens.append(batch.num_tokens - batch.num_context_tokens)
         timeline.num_free_blocks.append(min(iteration.num_free_blocks, 2**62))
 

@@ -14,9 +14,10 @@ may.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
@@ -34,6 +35,7 @@ from inflight_recorder.simulator import (
     split_hashes,
 )
 from inflight_recorder.workload import Job, Latencies, Summary
+from inflight_scheduler.kv.block_manager import ReuseStats
 from inflight_scheduler.planning.active_requests import rank_at_arrival
 from inflight_scheduler.policies.admission import refusal_reason
 from inflight_scheduler.request import LlmRequest
@@ -46,6 +48,8 @@ MIN_STEPS = 2**19
 
 STEPS_PER_STEP = 100
 """So many more it may take for each step of the recording."""
+
+_MAX_TURNS_AHEAD = 1024  # priced before they are counted as steps
 
 
 class Clock:
@@ -74,31 +78,42 @@ def predict(
     """
     if not jobs:
         raise RecordingError("the recording holds no request that came")
-    simulation = Simulation(settings, make_scheduler)
-    max_steps = None
-    if num_recorded_steps is not None:
-        max_steps = MIN_STEPS + STEPS_PER_STEP * num_recorded_steps
-    return _Run(simulation, jobs, cost, sink, max_steps).run()
+    server = PredictedServer(
+        Simulation(settings, make_scheduler), cost, sink=sink, num_recorded_steps=num_recorded_steps
+    )
+    for number, job in enumerate(jobs, start=1):
+        server.submit(number, job)
+    server.advance()
+    return server.latencies.summary(server.num_refused, server.reuse)
 
 
 _rank = attrgetter("rank")
 
 
-class _Run:
-    """One prediction."""
+class PredictedServer:
+    """One server of a prediction, to which jobs are submitted in the order of their arrival.
+
+    Turns of the loop in which all requests just generate are predicted together (`skips_turns`,
+    unless they are recorded in ``sink``): the same turns, and much faster.
+    """
+
+    skips_turns = True
 
     def __init__(
         self,
         simulation: Simulation,
-        jobs: Sequence[Job],
         cost: CostModel,
-        sink: RecordingSink | None,
-        max_steps: int | None,
+        *,
+        sink: RecordingSink | None = None,
+        num_recorded_steps: int | None = None,
+        seed: int = 0,
     ) -> None:
         self._simulation = simulation
         self._settings = simulation.settings
         self._cost = cost
-        self._max_steps = max_steps
+        self._max_steps: int | None = None
+        if num_recorded_steps is not None:
+            self._max_steps = MIN_STEPS + STEPS_PER_STEP * num_recorded_steps
         self._clock = Clock()
         self._recorder: FlightRecorder | None = None
         if sink is not None:
@@ -109,30 +124,90 @@ class _Run:
                 sink=sink,
                 clock=self._clock,
             )
-        self._coming = deque(enumerate(jobs, start=1))
+        self._coming: deque[tuple[int, Job]] = deque()
         self._queue: list[tuple[float, int, Job]] = []  # a heap: rank, number
         self._jobs: dict[int, Job] = {}  # of active requests
         self._recorded = _RecordedOutputs(simulation)
         self._patience: list[tuple[int, int]] = []  # a heap: until when, request
-        self._latencies = Latencies()
-        self._num_refused = 0
+        self.latencies = Latencies()
+        self.num_refused = 0
+        self.ends_us: list[float] = []
+        """When requests have left, in no order; whoever needs it empties it."""
         self._num_steps = 0
-        self._rng = random.Random(0)  # the same for all settings, and each time
+        self._rng = random.Random(seed)  # the same for all settings, and each time
+        self._noise: list[float] = []  # of the next turns, as far as it was drawn
+        self._ahead: list[float] = []  # when the turns end that only generate, and come next
 
-    def run(self) -> Summary:
-        """Until every job has ended."""
-        while self._coming or self._queue or self._is_busy:
-            if not self._is_busy and not self._queue:
-                next_us = self._coming[0][1].arrival_us
-                self._clock.time_us = max(self._clock.time_us, float(next_us))
+    @property
+    def reuse(self) -> ReuseStats:
+        """Blocks of prompts that were found in the cache, or not."""
+        return self._simulation.block_manager.reuse_stats
+
+    @property
+    def next_us(self) -> float:
+        """When it does what may end a request, at the earliest; infinite if it has no work."""
+        if self._ahead:
+            return self._ahead[-1]
+        if self._is_busy or self._queue:
+            return self._clock.time_us
+        if self._coming:
+            return max(self._clock.time_us, float(self._coming[0][1].arrival_us))
+        return math.inf
+
+    def submit(self, number: int, job: Job) -> None:
+        """``job`` comes as request ``number``; it must not have been `advance`d beyond that."""
+        if self._ahead:  # turns that begin when it has come are other ones
+            self._skip(min(bisect_left(self._ahead, job.arrival_us) + 1, len(self._ahead)))
+        self._coming.append((number, job))
+
+    def advance(self, until_us: float = math.inf) -> None:
+        """Do all that begins before that time; without one, until every job has ended."""
+        while (next_us := self.next_us) < until_us:
+            if self._ahead:
+                self._skip(len(self._ahead))
+                continue
+            self._clock.time_us = next_us
             self._arrive()
             self._admit()
             self._give_up()
-            if self._is_busy:
+            if self._is_busy and not self._look_ahead():
                 self._step()
             if self._recorder is not None:
                 self._recorder.finish_iteration()
-        return self._latencies.summary(self._num_refused)
+
+    def _look_ahead(self) -> bool:
+        """Find the next turns in which all requests just generate; False if there is none."""
+        if not self.skips_turns or self._recorder is not None or self._recorded.has_any:
+            return False
+        if self._queue and len(self._simulation.active) < self._settings.max_batch_size:
+            return False
+        num_turns = min(self._simulation.num_plain_turns, _MAX_TURNS_AHEAD)
+        for request in self._simulation.active if num_turns > 0 else ():
+            num_new_tokens = self._jobs[request.request_id].num_new_tokens
+            num_turns = min(num_turns, num_new_tokens - request.num_generated_tokens - 1)
+        if num_turns < 1:
+            return False
+        time_us = self._clock.time_us
+        next_arrival_us = self._coming[0][1].arrival_us if self._coming else math.inf
+        for turn, load in zip(range(num_turns), self._simulation.plain_loads(), strict=False):
+            if time_us >= next_arrival_us:
+                break
+            if turn == len(self._noise):
+                self._noise.append(self._cost.draw_noise(self._rng))
+            time_us += self._cost.with_noise(load, self._noise[turn])
+            self._ahead.append(time_us)
+        return True
+
+    def _skip(self, num_turns: int) -> None:
+        """Do the first ``num_turns`` of the turns ahead, and forget the others."""
+        request_ids = [request.request_id for request in self._simulation.active]
+        times_us = self._ahead[:num_turns]
+        self._count_steps(num_turns, num_turns * len(request_ids))
+        self.latencies.advanced_together(request_ids, list(map(int, times_us)))
+        self._simulation.skip_plain_turns(num_turns)
+        self._clock.time_us = times_us[-1]
+        self._ahead.clear()
+        del self._noise[:num_turns]
 
     @property
     def _is_busy(self) -> bool:
@@ -148,11 +223,13 @@ class _Run:
                 max_num_tokens=self._settings.max_num_tokens,
                 may_pause=self._settings.may_pause,
                 may_chunk=self._settings.chunking is not None,
+                resources=self._settings.resources(self._simulation.planner),
             )
             if reason is not None:
-                self._num_refused += 1
+                self.num_refused += 1
+                self.ends_us.append(self._clock.time_us)
                 continue
-            self._latencies.arrived(number, job.arrival_us)
+            self.latencies.arrived(number, job.arrival_us)
             rank = rank_at_arrival(number, job.priority, self._settings.priority_span)
             heapq.heappush(self._queue, (rank, number, job))
 
@@ -164,7 +241,8 @@ class _Run:
             if job.patience_us is not None:
                 until_us = job.arrival_us + job.patience_us
                 if until_us <= self._clock.time_us:
-                    self._latencies.ended(number)
+                    self.latencies.ended(number)
+                    self.ends_us.append(self._clock.time_us)
                     continue
                 heapq.heappush(self._patience, (until_us, number))
             request = _request(number, job)
@@ -181,7 +259,7 @@ class _Run:
         """End the requests that had no token in time."""
         while self._patience and self._patience[0][0] <= self._clock.time_us:
             request = self._simulation.find(heapq.heappop(self._patience)[1])
-            if request is not None and not self._latencies.has_token(request.request_id):
+            if request is not None and not self.latencies.has_token(request.request_id):
                 self._end(request, FinishReason.TIMED_OUT)
 
     def _step(self) -> None:
@@ -203,9 +281,9 @@ class _Run:
             # Of a user's scheduler that is guarded; ours are never overruled.
             is_by_default = getattr(simulation.scheduler, "is_overruled", False)
             recorder.decided(simulation.active, *lists, is_by_default=is_by_default)
-        self._count_steps(len(lists[0]) + len(lists[1]))
+        self._count_steps(1, len(lists[0]) + len(lists[1]))
         plan = simulation.plan(lists, told)
-        self._latencies.decided(lists)
+        self.latencies.decided(lists)
         if recorder is not None:
             recorder.carried_out(simulation.block_manager.num_free_blocks)
         self._apply(simulation.run(plan, told))
@@ -224,12 +302,12 @@ class _Run:
         """A turn in which the tokens of the step that runs come, and nothing is decided."""
         if self._recorder is not None:
             self._recorder.settled(self._simulation.active)
-        self._count_steps(0)
+        self._count_steps(1, 0)
         self._apply(self._simulation.settle(_told((), (), is_settled=True)))
 
-    def _count_steps(self, num_requests: int) -> None:
-        """An iteration in which so many run."""
-        self._num_steps += 1 + num_requests
+    def _count_steps(self, num_iterations: int, num_requests: int) -> None:
+        """So many iterations, in which so many requests run in all."""
+        self._num_steps += num_iterations + num_requests
         if self._max_steps is not None and self._num_steps > self._max_steps:
             raise RecordingError(
                 f"this prediction takes more than {self._max_steps:,} steps (iterations, and "
@@ -244,21 +322,23 @@ class _Run:
         now = int(self._clock.time_us)
         for request in step.advanced:
             num_generated = request.num_generated_tokens
-            self._latencies.advanced(request.request_id, now, num_generated)
+            self.latencies.advanced(request.request_id, now, num_generated)
             if num_generated >= self._jobs[request.request_id].num_new_tokens:
                 self._end(request, FinishReason.END_ID)
 
     def _wait(self, load: Load | None) -> None:
         """For a step, if there is one."""
         if load is not None:
-            self._clock.time_us += self._cost.draw(load, self._rng)
+            noise = self._noise.pop(0) if self._noise else self._cost.draw_noise(self._rng)
+            self._clock.time_us += self._cost.with_noise(load, noise)
 
     def _end(self, request: LlmRequest, reason: FinishReason) -> None:
         """End ``request``, for ``reason`` if it has none."""
         if not request.is_finished:
             request.finish(reason)
             self._simulation.forget([request])
-        self._latencies.ended(request.request_id)
+        self.latencies.ended(request.request_id)
+        self.ends_us.append(self._clock.time_us)
         del self._jobs[request.request_id]
         self._recorded.forget(request)
         if self._recorder is not None:
@@ -266,7 +346,16 @@ class _Run:
 
 
 def _request(number: int, job: Job) -> LlmRequest:
-    return make_request(number, job.prompt_len, job.max_new_tokens, job.beam_width, job.priority)
+    return make_request(
+        number,
+        job.prompt_len,
+        job.max_new_tokens,
+        job.beam_width,
+        job.priority,
+        job.lora_task_id,
+        job.lora_pages,
+        job.encoder_length,
+    )
 
 
 def _told(beams: Sequence[BeamTrace], drafts: Sequence[Drafts], *, is_settled: bool) -> Iteration:
@@ -304,6 +393,11 @@ class _RecordedOutputs:
         """It is not active any more."""
         self._known.pop(request.request_id, None)
         self._moved_at.pop(request.request_id, None)
+
+    @property
+    def has_any(self) -> bool:
+        """True if an active request has beams or drafts to come."""
+        return bool(self._known)
 
     def take_beams(self) -> tuple[BeamTrace, ...]:
         """How beams continued before this decision."""
@@ -361,6 +455,7 @@ class _RecordedOutputs:
             num_held = manager.num_blocks_of(request.request_id)
             num_blocks = -(-(num_tokens + num_drafts) // tokens_per_block)
             num_blocks -= max(-(-num_tokens // tokens_per_block), num_held)
+            num_blocks *= len(manager.windows)  # at most: those with a window give some back
             if num_drafts > 0 and num_blocks <= num_spare_blocks:
                 num_spare_blocks -= max(num_blocks, 0)
                 num_spare_tokens -= num_drafts

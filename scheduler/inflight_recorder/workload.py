@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from inflight_recorder.schema import Arrival, Iteration
 from inflight_recorder.settings import RecordingError
 from inflight_recorder.simulator import Simulation, Step
 from inflight_recorder.storage import RecordingReader
+from inflight_scheduler.kv.block_manager import ReuseStats
 from inflight_scheduler.request import LlmRequest
 
 MAX_NUM_JOBS = 1_000_000
@@ -22,6 +24,8 @@ _WHOLE = 2**62
 """A context that was complete once: from then on all of a text has been computed."""
 
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
+
+_NO_REUSE = ReuseStats()
 
 _T = TypeVar("_T")
 
@@ -48,6 +52,9 @@ class Job:
     num_new_tokens: int
     priority: float = 0.5
     beam_width: int = 1
+    lora_task_id: int | None = None
+    lora_pages: int = 1
+    encoder_length: int = 0
     hashes: bytes = b""
     partial_matches: Mapping[int, int] = field(default_factory=_nothing)
     patience_us: int | None = None
@@ -60,7 +67,7 @@ class Summary:
     """Times in milliseconds; 0 where nothing was measured.
 
     ``max_batch``: requests in the largest iteration. ``num_unanswered`` of ``num_requests`` ended
-    without a token.
+    without a token. ``hit_rate``: the share of the blocks of prompts that were found in the cache.
     """
 
     num_requests: int
@@ -76,6 +83,7 @@ class Summary:
     num_refused: int = 0
     max_batch: int = 0
     num_unanswered: int = 0
+    hit_rate: float = 0.0
 
 
 @dataclass(slots=True)
@@ -160,18 +168,49 @@ class Latencies:
             self._gaps.extend([0] * (num_new - 1))
         progress.last_token_us = time_us
 
+    def advanced_together(self, request_ids: Sequence[int], times_us: Sequence[int]) -> None:
+        """Each of these requests, which have tokens, has got one more at each of these times."""
+        gaps = array("q", [late - early for early, late in pairwise(times_us)])
+        for request_id in request_ids:
+            progress = self._in_flight[request_id]
+            if progress.last_token_us is not None:
+                self._gaps.append(times_us[0] - progress.last_token_us)
+            progress.num_tokens += len(times_us)
+            progress.last_token_us = times_us[-1]
+        self._gaps.extend(gaps * len(request_ids))
+        self._num_tokens += len(times_us) * len(request_ids)
+        self._max_batch = max(self._max_batch, len(request_ids))
+        self._last_us = times_us[-1]
+
+    def add(self, other: Latencies) -> None:
+        """Those of another server in the same time, of which no request is in flight."""
+        self._first += other._first
+        self._gaps += other._gaps
+        firsts = [each for each in (self._first_us, other._first_us) if each is not None]
+        self._first_us = min(firsts, default=None)
+        self._last_us = max(self._last_us, other._last_us)
+        self._num_tokens += other._num_tokens
+        self._num_ended += other._num_ended
+        self._num_unanswered += other._num_unanswered
+        self._num_pauses += other._num_pauses
+        self._num_recomputed += other._num_recomputed
+        self._max_batch = max(self._max_batch, other._max_batch)
+
     def has_token(self, request_id: int) -> bool:
         """Whether a request in flight got one."""
         return self._in_flight[request_id].last_token_us is not None
 
     def ended(self, request_id: int) -> int:
-        """A request ended; how many tokens it had."""
-        num_tokens = self._in_flight.pop(request_id).num_tokens
+        """A request ended; how many tokens it had. `RecordingError` if it had ended before."""
+        progress = self._in_flight.pop(request_id, None)
+        if progress is None:
+            raise RecordingError(f"request {request_id} ends twice")
+        num_tokens = progress.num_tokens
         self._num_ended += 1
         self._num_unanswered += num_tokens == 0
         return num_tokens
 
-    def summary(self, num_refused: int = 0) -> Summary:
+    def summary(self, num_refused: int = 0, reuse: ReuseStats = _NO_REUSE) -> Summary:
         """The numbers of the whole run."""
         seconds = max(self._last_us - (self._first_us or 0), 0) / 1e6
         return Summary(
@@ -188,6 +227,7 @@ class Latencies:
             num_refused=num_refused,
             max_batch=self._max_batch,
             num_unanswered=self._num_unanswered,
+            hit_rate=reuse.hit_rate,
         )
 
 
@@ -198,7 +238,7 @@ class Workload:
     Of a recording: ``samples`` are the iterations that measured a full turn, ``num_found`` requests
     were in flight when it began and are no jobs, and ``num_unended`` jobs had not ended with it.
     ``num_steps`` were run (iterations, and requests in each of them); None: nothing was recorded.
-    ``num_left_out`` requests of a trace had no tokens to run.
+    ``num_left_out`` requests of a trace had no tokens to run. ``reuse``: the blocks of prompts.
     """
 
     jobs: list[Job] = field(default_factory=list)
@@ -208,6 +248,7 @@ class Workload:
     num_unended: int = 0
     num_left_out: int = 0
     num_steps: int | None = None
+    reuse: ReuseStats = _NO_REUSE
 
 
 def read_workload(reader: RecordingReader) -> Workload:
@@ -308,6 +349,9 @@ class _Collector:
             arrival.max_new_tokens,
             arrival.priority,
             arrival.beam_width,
+            arrival.lora_task_id,
+            arrival.lora_pages,
+            arrival.encoder_length,
         )
 
     def _measure(self, before_us: int, load: Load | None, start_us: int) -> None:
@@ -367,6 +411,7 @@ class _Collector:
         """Jobs in the order in which they arrived."""
         workload = self._workload
         workload.num_unended, workload.num_steps = len(self._unended), self._num_steps
+        workload.reuse = self._simulation.block_manager.reuse_stats
         jobs = [*self._jobs, *self._unended.items()]
         jobs.sort(key=lambda item: (item[1].arrival_us, item[0]))
         workload.jobs = [job for _, job in jobs]

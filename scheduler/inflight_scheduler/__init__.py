@@ -1,10 +1,13 @@
 """Decides what runs in each iteration: requests, blocks, capacity, micro-batch. Pure Python."""
 
 from inflight_scheduler.batch import (
+    AdapterAssignment,
+    AnswerAssignment,
     BeamMove,
     BlockAssignment,
     BlockCopy,
     ContextChunk,
+    EncoderRun,
     ScheduledBatch,
     SlotSetup,
     VerifiedSlot,
@@ -41,10 +44,11 @@ from inflight_scheduler.policies.micro_batch import (
     MicroBatchScheduler,
 )
 from inflight_scheduler.policies.resources import (
+    KEPT_STEPS,
+    AnswerRoom,
     CrossBlocks,
     PeftPages,
     Resource,
-    WindowBlocks,
 )
 from inflight_scheduler.policies.scheduler import (
     CapacitySchedulerPolicy,
@@ -61,11 +65,15 @@ from inflight_scheduler.states import FinishReason, LlmRequestState
 
 __all__ = [
     "DEFAULT_PRIORITY_SPAN",
+    "KEPT_STEPS",
     "MAX_STOP_TOKEN_IDS",
     "NO_CANDIDATES",
     "NO_OUTPUTS",
     "POLICIES",
     "ActiveRequests",
+    "AdapterAssignment",
+    "AnswerAssignment",
+    "AnswerRoom",
     "BatchPlanner",
     "BeamMove",
     "BeamParams",
@@ -85,6 +93,7 @@ __all__ = [
     "ContextChunkingPolicy",
     "ContextTooLong",
     "CrossBlocks",
+    "EncoderRun",
     "FinishReason",
     "GuaranteedNoEvictScheduler",
     "Hypothesis",
@@ -109,7 +118,6 @@ __all__ = [
     "VerifiedSlot",
     "WaitCode",
     "WaitReason",
-    "WindowBlocks",
     "can_verify",
     "check_decision",
     "explain",

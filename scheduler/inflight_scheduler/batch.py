@@ -7,6 +7,7 @@ nothing else to know what to compute and where its KV lives.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams
 
@@ -39,7 +40,8 @@ class SlotSetup:
 class ContextChunk:
     """Tokens ``start .. start + len(tokens)`` of the request in ``slot`` run now.
 
-    Behind those of a last chunk run its ``drafts``, guesses at what comes next.
+    Behind those of a last chunk run its ``drafts``, guesses at what comes next. ``snapshots``: the
+    state behind the first tokens of the text, after how many and into which snapshot.
     """
 
     slot: int
@@ -47,6 +49,7 @@ class ContextChunk:
     tokens: tuple[int, ...]
     is_last: bool
     drafts: tuple[int, ...] = ()
+    snapshots: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -71,13 +74,33 @@ class VerifiedSlot:
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockAssignment:
-    """Entry ``index`` of the block table of ``slot`` is ``block_id`` from now on."""
+class BlockAssignment(NamedTuple):
+    """Entry ``index`` of the block table of ``slot`` is ``block_id`` from now on.
+
+    ``group``: of layers, each of which has a table for every slot (`BlockManager`). Entries of
+    blocks that are given back are not told: nobody reads them any more. (A tuple, since many are
+    made: it takes half the time of a dataclass.)
+    """
 
     slot: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides `tuple.index`
     block_id: int
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterAssignment:
+    """The rows of ``slot`` have the adapter at ``place`` from now on, -1 for none."""
+
+    slot: int
+    place: int
+
+
+class SlotSnapshot(NamedTuple):
+    """A slot, and the snapshot of the state of its recurrences."""
+
+    slot: int
+    snapshot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +126,25 @@ class BeamMove:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderRun:
+    """The encoder reads ``tokens`` now; what it says is kept for ``request_id``."""
+
+    request_id: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerAssignment:
+    """From now on ``slots`` attend to what the encoder said for ``request_id``, ``num_tokens`` of
+    it: its keys and values go to ``block_ids`` of the cross pool, and it is kept no longer."""
+
+    slots: tuple[int, ...]
+    request_id: int
+    num_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """What runs in one iteration.
 
@@ -121,6 +163,11 @@ class ScheduledBatch:
     token, then what it would draw after each draft, were it (and all before it) right. Where a
     slot stands then is for the planner to find out: unless the request runs with drafts again, its
     next step says so in ``verified``.
+
+    ``dropped_answers`` (ids of requests) are those of the encoder that nobody will read; they come
+    before ``answers`` and ``encoder_runs``. None of these brings a token.
+    Where the engine has recurrences, the slots of ``restored`` begin with the state in their
+    snapshot, then those of ``saved`` put theirs, as it is before this iteration, into one.
     """
 
     iteration: int
@@ -133,6 +180,12 @@ class ScheduledBatch:
     num_beams: int = 1
     draft_runs: tuple[ContextChunk, ...] = ()
     verified: tuple[VerifiedSlot, ...] = ()
+    adapters: tuple[AdapterAssignment, ...] = ()
+    encoder_runs: tuple[EncoderRun, ...] = ()
+    answers: tuple[AnswerAssignment, ...] = ()
+    dropped_answers: tuple[int, ...] = ()
+    restored: tuple[SlotSnapshot, ...] = ()
+    saved: tuple[SlotSnapshot, ...] = ()
 
     @property
     def runs(self) -> tuple[ContextChunk, ...]:
@@ -161,11 +214,18 @@ class ScheduledBatch:
         return sum(len(chunk.tokens) for chunk in self.context_chunks)
 
     @property
+    def num_encoder_tokens(self) -> int:
+        """Tokens that the encoder reads in this iteration."""
+        return sum(len(run.tokens) for run in self.encoder_runs)
+
+    @property
     def num_tokens(self) -> int:
-        """All tokens computed in this iteration."""
+        """All tokens that the decoder computes in this iteration."""
         return sum(run.num_tokens for run in self.runs) + len(self.generation_slots)
 
     @property
     def is_empty(self) -> bool:
         """True when there is nothing to run."""
-        return not (self.context_chunks or self.generation_slots or self.draft_runs)
+        return not (
+            self.context_chunks or self.generation_slots or self.draft_runs or self.encoder_runs
+        )

@@ -36,16 +36,32 @@ class PrefixMatch:
 
     ``block_ids`` are full blocks to share. ``copy_source`` is a block that starts like the rest
     of the prompt: a copy of it serves as the next block. ``num_tokens`` counts all those tokens.
+    ``window_sources``: for each group of layers with a window its number, the index of the first
+    block that it sees, and what to copy into this and the following ones. ``snapshot``: of the
+    state of recurrences behind all that, and ``num_stored_blocks`` are the blocks that are cached,
+    with a snapshot behind them or without.
     """
 
     block_ids: tuple[int, ...] = ()
     copy_source: int | None = None
     num_tokens: int = 0
+    window_sources: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    snapshot: int | None = None
+    num_stored_blocks: int = 0
 
     @property
     def num_blocks(self) -> int:
-        """Blocks whose content is used, shared or copied."""
+        """Blocks of text whose content is used, shared or copied."""
+        if not self.block_ids and self.window_sources:
+            _, first, sources = self.window_sources[0]
+            return first + len(sources)
         return len(self.block_ids) + (self.copy_source is not None)
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of block tables whose content was cached, of all groups of layers."""
+        num_copies = sum([len(sources) for _, _, sources in self.window_sources])
+        return len(self.block_ids) + (self.copy_source is not None) + num_copies
 
 
 NO_MATCH = PrefixMatch()
@@ -96,10 +112,12 @@ class LlmRequest:
     ``stop_words`` too. ``rank`` is its place in `ActiveRequests`, which is also its ``tracker``;
     ``arrival`` is its number among all requests, if a queue before that has counted it.
 
-    ``lora_task_id`` names the adapter it needs, None for none. With an ``encoder_length`` (tokens
-    of the encoder's input) it begins in ENCODER_INIT. ``draft_tokens`` are guesses at what comes
-    next, verified by its next step; treat them as read-only and set them with
-    `set_draft_tokens`. ``num_chunk_drafts`` of them run with the last chunk of its context. In all,
+    ``lora_task_id`` names the adapter it needs, None for none; that takes ``lora_pages`` and has
+    weights of the digest ``lora_digest``. With an ``encoder_length`` (tokens of the encoder's
+    input, which are ``encoder_tokens`` where they are known) it begins in ENCODER_INIT.
+    ``draft_tokens`` are guesses at what comes next, verified by its next step; treat them as
+    read-only and set them with `set_draft_tokens`.
+    ``num_chunk_drafts`` of them run with the last chunk of its context. In all,
     ``num_verified_drafts`` were verified and ``num_accepted_drafts`` of them became tokens.
 
     ``end_ids`` has every token that ends it: ``end_id`` (-1: none) and those of its sampling.
@@ -124,7 +142,10 @@ class LlmRequest:
     queue_deadline: float | None = None
     run_deadline: float | None = None
     lora_task_id: int | None = None
+    lora_digest: bytes = b""
+    lora_pages: int = 1
     encoder_length: int = 0
+    encoder_tokens: tuple[int, ...] = ()
     draft_tokens: tuple[int, ...] = ()
     stop_words: tuple[Word, ...] = ()
     outputs: OutputParams = NO_OUTPUTS
@@ -147,6 +168,7 @@ class LlmRequest:
     num_sent_tokens: int = field(init=False, default=0)
     num_pauses: int = field(init=False, default=0)
     num_reused_blocks: int = field(init=False, default=0)
+    num_reused_tokens: int = field(init=False, default=0)
     arrival: int | None = field(init=False, default=None)
     rank: tuple[float, int] = field(init=False, default=(0.0, 0))
     tracker: PhaseTracker | None = field(init=False, default=None)
@@ -209,6 +231,11 @@ class LlmRequest:
     def is_encoder_init_state(self) -> bool:
         """True while the encoder has not run."""
         return self.state is _ENCODER_INIT
+
+    @property
+    def is_encoded(self) -> bool:
+        """True once its encoder has run."""
+        return self.encoder_length > 0 and self.state > _ENCODER_INIT
 
     @property
     def is_disagg_generation_init_state(self) -> bool:

@@ -249,6 +249,7 @@ class OutputParams:
     """What a request wants to know beside its tokens (TensorRT-LLM's ``OutputConfig``).
 
     ``num_top_log_probs``: log probabilities of so many likeliest tokens beside each new one.
+    ``context_log_probs``: of each token of the prompt but the first, with as many likeliest ones.
     ``log_prob_ranks``: how many tokens are at least as likely as each new one, itself included.
     """
 
@@ -260,6 +261,13 @@ class OutputParams:
     num_output_tokens: bool = False
     num_top_log_probs: int = 0
     log_prob_ranks: bool = False
+    context_log_probs: bool = False
+    num_cached_tokens: bool = False
+
+    @property
+    def needs_whole_context(self) -> bool:
+        """Whether every token of the prompt must be computed, none of it found in the cache."""
+        return self.context_logits or self.context_log_probs
 
 
 NO_OUTPUTS = OutputParams()

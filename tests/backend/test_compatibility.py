@@ -49,8 +49,6 @@ REFUSED_PARAMETERS = [spec for spec in protocol.PARAMETERS if not spec.is_honour
 def test_unsupported_input_is_refused_by_name(spec: TensorSpec) -> None:
     """Whatever its value, unless that asks for nothing."""
     shape = (1, *(abs(length) for length in spec.dims))
-    if spec.neutral == protocol.AT_MOST_ONE:
-        shape = (1, 2)
     nothing = 0 if spec.neutral == protocol.ONLY_ZEROS else spec.neutral
     wanted = [value for value in (3, 0, 1, -1) if value != nothing]
     for value in wanted:
@@ -152,7 +150,7 @@ CONTRACT_METRICS = {
 def test_metrics_are_set_from_the_statistics_the_contract_names() -> None:
     """Value by value: two swapped ones would be true numbers under wrong names."""
     families = [*protocol.METRICS, *protocol.V1_METRICS]
-    own = (protocol.ERRORS, protocol.EVENTS, protocol.REUSE)
+    own = (protocol.ERRORS, protocol.EVENTS, protocol.REUSE, protocol.LORA)
     ours = {(family.name, family.label, value) for family in own for value in family.values}
     assert all(family.name.startswith("inflight_") for family in own)
     there = {

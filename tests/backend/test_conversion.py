@@ -1,4 +1,4 @@
-"""Tokenizers that are no tokenizer.json: tokens and texts as the libraries made for them have.
+"""Tokenizers, most of them no tokenizer.json: tokens and texts as the libraries made for them have.
 
 The oracles are `transformers` for models of SentencePiece and for tekken, sentencepiece itself for
 what `transformers` does not convert faithfully, and tiktoken for ranks.
@@ -10,18 +10,22 @@ import base64
 import io
 import json
 from collections.abc import Iterator, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import sentencepiece
 import tiktoken
+import tiktoken_ext.openai_public
 import transformers
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from inflight_backend.errors import CheckpointError
 from inflight_backend.requests.validation import RequestLimits
-from inflight_backend.text.conversion import _PATTERN, _PATTERN_BY_CLASS
+from inflight_backend.text.conversion import _PATTERN_BY_CLASS, LLAMA3_PATTERN
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.introspection import ModelInfo
@@ -139,6 +143,52 @@ def test_a_model_of_sentencepiece(
     )
 
 
+@pytest.mark.parametrize("kind", ["bytes", "byte fallback"])
+def test_a_plain_tokenizer_json(tmp_path: Path, kind: str) -> None:
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<|tool|>"]
+    if kind == "bytes":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+        alphabet, special = [], [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False,
+        limit_alphabet=300,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["id"] < 6]
+    folder = write(
+        tmp_path,
+        "tokenizer.json",
+        json.dumps(content).encode(),
+        tokenizer_class="PreTrainedTokenizerFast",
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    assert_equals_transformers(folder)
+
+
+def test_texts_for_an_encoder_end(tmp_path: Path) -> None:
+    """A model of T5's, as mT5 has it without a tokenizer.json."""
+    data = train("unigram", pad_id=0, eos_id=1, unk_id=2, bos_id=-1, pad_piece="<pad>")
+    folder = write(
+        tmp_path, "spiece.model", data, tokenizer_class="T5Tokenizer", eos_token="</s>", extra_ids=0
+    )
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=data)
+    codec = TextCodec(folder)
+    for text in ("Hallo Welt", "a"):
+        assert encoded(codec, text) == [*oracle.encode(text), 1]
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize(
     "options",
@@ -188,6 +238,106 @@ def test_tokens_that_other_files_add_or_rename(tmp_path: Path) -> None:
         assert codec.vocab_size == 902
 
 
+def sentencepiece_as_gguf(data: bytes, path: Path) -> Path:
+    """What llama.cpp's conversion makes of a model."""
+    model = sentencepiece.SentencePieceProcessor(model_proto=data)
+    numbers = range(model.vocab_size())
+    kinds = (("is_unknown", 2), ("is_control", 3), ("is_unused", 5), ("is_byte", 6))
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([model.id_to_piece(each) for each in numbers])
+    writer.add_token_scores([model.get_score(each) for each in numbers])
+    writer.add_token_types(
+        [next((kind for name, kind in kinds if getattr(model, name)(each)), 1) for each in numbers]
+    )
+    writer.add_bos_token_id(model.bos_id())
+    writer.add_eos_token_id(model.eos_id())
+    writer.add_add_eos_token(True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_a_model_of_sentencepiece_in_a_gguf_file(tmp_path: Path) -> None:
+    data = train("bpe", control_symbols=["<|tool|>"])
+    config = {"add_bos_token": True, "add_eos_token": True, "eos_token": "</s>"}
+    wanted = TextCodec(write(tmp_path / "folder", "tokenizer.model", data, **config))
+    codec = TextCodec(sentencepiece_as_gguf(data, tmp_path / "model.gguf"))
+    for text in TEXTS:
+        ids = encoded(codec, text)
+        assert ids == encoded(wanted, text), text
+        assert ids[0] == 1
+        assert ids[-1] == 2
+        assert codec.decode(ids) == wanted.decode(ids)
+    assert codec.end_id == wanted.end_id == 2
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize(
+    ("kind", "cuts"),
+    [
+        ("gpt-2", pre_tokenizers.ByteLevel(add_prefix_space=False)),
+        (
+            "smollm",
+            pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Digits(individual_digits=True),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False),
+                ]
+            ),
+        ),
+        ("qwen2", transformers.models.qwen2.tokenization_qwen2.PRETOKENIZE_REGEX),
+        ("llama-bpe", signature(TikTokenConverter).parameters["pattern"].default),
+        ("gpt-4o", tiktoken_ext.openai_public.o200k_base),
+    ],
+)
+def test_byte_pairs_in_a_gguf_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, cuts: Any
+) -> None:
+    """The oracles of their cuts: other libraries' ones of the models whose kind it is."""
+    if callable(cuts) and not isinstance(cuts, pre_tokenizers.PreTokenizer):
+        monkeypatch.setattr(tiktoken_ext.openai_public, "load_tiktoken_bpe", lambda *_, **__: {})
+        cuts = cuts()["pat_str"]
+    if isinstance(cuts, str):
+        split = pre_tokenizers.Split(Regex(cuts), "isolated")
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        cuts = pre_tokenizers.Sequence([split, level])
+    oracle = Tokenizer(models.BPE())
+    oracle.pre_tokenizer = cuts
+    if kind == "qwen2":
+        oracle.normalizer = normalizers.NFC()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<|begin|>", "<|tool|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    oracle.train_from_iterator(CORPUS, trainer)
+    content = json.loads(oracle.to_str())["model"]
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(kind)
+    writer.add_token_list(sorted(content["vocab"], key=content["vocab"].__getitem__))
+    writer.add_token_types([3, 4] + [1] * (len(content["vocab"]) - 2))
+    writer.add_token_merges([" ".join(pair) for pair in content["merges"]])
+    writer.add_bos_token_id(0)
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    writer.add_chat_template(named)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    codec = TextCodec(path)
+    begin = [0] if kind == "llama-bpe" else []
+    for text in (*CORPUS, "<|tool|>1<|begin|>", UNSEEN):
+        assert encoded(codec, text) == begin + oracle.encode(text).ids, text
+    assert codec.decode([0, 1]) == "<|tool|>"
+    files = json.loads(ModelInfo("m", path, LIMITS, codec).to_json())["files"]
+    assert json.loads(files["tokenizer_config.json"])["chat_template"] == named
+    assert Tokenizer.from_str(files["tokenizer.json"]).encode("a b").ids == encoded(codec, "a b")
+
+
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
     """Tokens of bytes with their ranks, as tiktoken would train them."""
@@ -195,7 +345,7 @@ def ranks() -> dict[bytes, int]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_PATTERN), "isolated"),
+            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -249,7 +399,7 @@ def lines(ranks: dict[bytes, int]) -> bytes:
 @pytest.mark.parametrize(
     ("name", "config", "pattern"),
     [
-        ("tokenizer.model", {}, _PATTERN),  # Llama 3
+        ("tokenizer.model", {}, LLAMA3_PATTERN),  # Llama 3
         (
             "tiktoken.model",
             {"tokenizer_class": "TikTokenTokenizer"},
@@ -281,7 +431,7 @@ def test_tekken(tmp_path: Path, ranks: dict[bytes, int], lists_special: bool) ->
     special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<|tool|>"]
     content: dict[str, Any] = {
         "config": {
-            "pattern": _PATTERN,
+            "pattern": LLAMA3_PATTERN,
             "num_vocab_tokens": len(ranks),
             "default_vocab_size": len(ranks) + 25 - 7,  # the last seven are padding
             "default_num_special_tokens": 25,
@@ -300,7 +450,7 @@ def test_tekken(tmp_path: Path, ranks: dict[bytes, int], lists_special: bool) ->
     (tmp_path / "tekken.json").write_text(json.dumps(content))
     codec = TextCodec(tmp_path)
     kept = {token: number for token, number in ranks.items() if number < len(ranks) - 7}
-    oracle = tiktoken.Encoding("x", pat_str=_PATTERN, mergeable_ranks=kept, special_tokens={})
+    oracle = tiktoken.Encoding("x", pat_str=LLAMA3_PATTERN, mergeable_ranks=kept, special_tokens={})
     for text in (*CORPUS, UNSEEN):
         wanted = [1, *(25 + each for each in oracle.encode(text, disallowed_special=()))]
         assert encoded(codec, text) == wanted, text

@@ -103,7 +103,10 @@ def test_ensemble_is_one_step_of_the_llm(ensemble: Any) -> None:
 @pytest.mark.contract("tensorrt_llm_bls output", "*")
 def test_relay_has_the_tensors_of_the_ensemble(ensemble: Any) -> None:
     relay = load("tensorrt_llm_bls")
-    assert list(relay.input) == list(ensemble.input)
+    *inputs, num_drafts, use_logits = relay.input
+    assert inputs == list(ensemble.input)
+    assert signature(num_drafts) == ("num_draft_tokens", "TYPE_INT32", (1,))
+    assert signature(use_logits) == ("use_draft_logits", "TYPE_BOOL", (1,))
     assert list(relay.output) == list(ensemble.output)
     assert relay.model_transaction_policy.decoupled
 

@@ -37,6 +37,7 @@ def call(name: str, local: Local, headers: dict[str, str] | None) -> Any:
         return CALLS[name](client)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_has_them(name: str, local: Local) -> None:
     headers = key_of(local)

@@ -54,6 +54,7 @@ EVERY_OPTION: GenerateOptions = {
     "guide": "[é]+",
     "n": 2,
     "logits_processor": "digits",
+    "lora": "french",
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from inflight_client.stats_table import stats_table
+from inflight_client.terminal.top import Board
 
 STATS: dict[str, Any] = {
     "Active Request Count": 249,
@@ -56,3 +57,25 @@ def test_values_stand_beside_their_words_on_80_columns() -> None:
 
 def test_before_the_first_iteration() -> None:
     assert "none so far" in render({})
+
+
+def test_a_board_shows_ids_and_reasons_as_text() -> None:
+    """A client chooses the id of its request: neither markup nor what a terminal obeys."""
+    board, output = Board(), StringIO()
+    name = "[/x][red]\x1b[2J\x9b1m"
+    board.take(
+        {
+            "is_new": True,
+            "settings": {},
+            "first": [],
+            "gaps": [],
+            "about": {"7": {"name": name, "prompt_tokens": 1, "max_new_tokens": 2}},
+            "requests": [[7, "waiting", 0, 0, 0, 0, 1, f"behind {name}"]],
+            "queued": [[8, name, 1, 2, 0, f"[/y] {name}"]],
+            "num_queued": 1,
+            "stats": STATS,
+        }
+    )
+    Console(width=160, file=output).print(board.render(40))
+    shown = "[/x][red]\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}1m"
+    assert output.getvalue().count(shown) == 3

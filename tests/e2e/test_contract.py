@@ -159,7 +159,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"text_input": "1", "temperature": float("nan")}, "'temperature' is nan"),
     ({"text_input": "1", "runtime_top_p": 7.0}, "'runtime_top_p' is 7"),
     ({"text_input": "1", "beam_width": 4}, "'beam_width' is 4, more than max_beam_width"),
-    ({"text_input": "1", "lora_task_id": 7}, "'lora_task_id' is not supported by this server"),
+    ({"text_input": "1", "lora_task_id": 7}, "LoRA task 7 not found in cache"),
     ({"text_input": "1", "repetition_penalty": 0.0}, "'repetition_penalty' is 0"),
     ({"input_ids": np.ones((65, 3), np.int32)}, "batch-size must be <= 64"),
     ({"input_ids": np.ones(3, np.int32)}, r"unexpected shape|batch-size must be <= 1"),

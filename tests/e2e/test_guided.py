@@ -96,7 +96,7 @@ def test_each_of_several_sequences_is_guided(server: ServeProcess) -> None:
 
 
 BAD = [
-    ({"guided_decoding_guide_type": "structural_tag"}, "'guided_decoding_guide_type' is"),
+    ({"guided_decoding_guide_type": "lark"}, "'guided_decoding_guide_type' is"),
     ({"guided_decoding_guide_type": "json", "guided_decoding_guide": "{}"}, "takes none"),
     ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(?=a)"}, "look-around"),
     ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "["}, "invalid regex"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import os
 import re
 import signal
 import socket
@@ -17,6 +19,7 @@ from typing import Any
 import httpx
 import jsonschema  # type: ignore[import-untyped]
 import openai
+import psutil
 import pytest
 from support.calls import WAIT_SECONDS, assert_counts, wait_for_active
 from support.front_process import FrontProcess
@@ -208,6 +211,72 @@ def test_several_answers_with_log_probabilities(client: openai.OpenAI) -> None:
     assert done.usage.completion_tokens == 24
 
 
+def test_the_best_of_several_answers(client: openai.OpenAI) -> None:
+    """The likeliest by token, of each prompt; all of them count."""
+    asked: dict[str, Any] = {"model": MODEL, "prompt": ["1 2 3", "7 8"], "max_tokens": 9}
+    asked |= {"temperature": 2, "seed": 3, "logprobs": 0}
+    every = client.completions.create(**asked, n=4)
+    best = client.completions.create(**asked, n=2, best_of=4)
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert best.usage == every.usage
+
+    def likelihood(choice: Any) -> float:
+        return float(sum(choice.logprobs.token_logprobs)) / len(choice.logprobs.token_logprobs)
+
+    for place in (0, 1):
+        likeliest = sorted(every.choices[4 * place : 4 * place + 4], key=likelihood)[:1:-1]
+        shown = best.choices[2 * place : 2 * place + 2]
+        assert [each.text for each in shown] == [each.text for each in likeliest]
+
+
+COMBINED: dict[str, list[dict[str, Any]]] = {
+    "n": [{}, {"n": 2}],
+    "log probs": [{}, {"logprobs": 0}, {"logprobs": 2}],
+    "stop": [{}, {"stop": "5"}, {"stop": ["5", " 12"]}],
+    "draw": [{"temperature": 0}, {"temperature": 1.5, "seed": 7}, {"seed": -5, "top_p": 0.9}],
+    "bias": [{}, {"logit_bias": {"24": 4}}],
+    "usage": [{}, {"stream_options": {"include_usage": True}}],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_settings_in_every_combination(client: openai.OpenAI, is_chat: bool) -> None:
+    """What the SDK can send: a stream says what the whole answer says."""
+    for several in itertools.product(*COMBINED.values()):
+        settings: dict[str, Any] = {key: value for each in several for key, value in each.items()}
+        options = {name: settings.pop(name) for name in ("stream_options",) if name in settings}
+        settings |= {"model": MODEL, "max_tokens": 6}
+        if is_chat:
+            settings |= {"messages": [{"role": "user", "content": "1 2 3"}]}
+            if "logprobs" in settings:
+                settings |= {"logprobs": True, "top_logprobs": settings["logprobs"]}
+        else:
+            settings |= {"prompt": "1 2 3"}
+        call: Any = client.chat.completions.create if is_chat else client.completions.create
+        if "seed" not in settings and settings["temperature"]:
+            continue
+        whole = call(**settings)
+        chunks = list(call(**settings, **options, stream=True))
+        assert (chunks[-1].usage is not None) == bool(options), settings
+        if options:
+            assert chunks.pop().usage.completion_tokens == whole.usage.completion_tokens
+        for choice in whole.choices:
+            own = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+            texts = [(part.delta.content if is_chat else part.text) or "" for part in own]
+            text = choice.message.content if is_chat else choice.text
+            assert "".join(texts) == text, settings
+            assert own[-1].finish_reason == choice.finish_reason, settings
+            assert (choice.logprobs is not None) == ("logprobs" in settings), settings
+            if choice.logprobs is not None:
+                name = "content" if is_chat else "token_logprobs"
+                told = [
+                    row for part in own if part.logprobs for row in getattr(part.logprobs, name)
+                ]
+                rows = getattr(choice.logprobs, name)
+                assert len(told) == len(rows), settings
+
+
 def test_streams_of_several_answers(client: openai.OpenAI) -> None:
     request: Any = {"prompt": ["1 2 3", "50 51"], "n": 2, "max_tokens": 12, "logprobs": 1}
     chunks = ask(client, is_streaming=True, **request)
@@ -391,3 +460,243 @@ def test_a_missing_a_draining_and_a_killed_server(tmp_path: Path, serve: Any) ->
         assert str(own.grpc_port) not in gone.text
         assert http.get("/health").status_code == 503
     assert front.stop() == 0
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Rome", "Oslo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
+    {"type": "function", "function": {"name": "date"}},
+]
+QUESTION: Any = {"model": MODEL, "messages": [{"role": "user", "content": "1 2"}], "tools": TOOLS}
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")],
+)
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_tool_is_called(
+    client: openai.OpenAI, choice: Any, reason: str, is_streaming: bool
+) -> None:
+    """And its result goes back to the model. The demo model only counts: its guide calls."""
+    asked = QUESTION | {"tools": TOOLS[:1], "tool_choice": choice, "parallel_tool_calls": False}
+    done: Any
+    if is_streaming:
+        with client.chat.completions.stream(**asked) as stream:
+            deltas = [e for e in stream if e.type == "tool_calls.function.arguments.delta"]
+            done = stream.get_final_completion().choices[0]
+        assert len(deltas) > 1
+    else:
+        done = client.chat.completions.create(**asked).choices[0]
+    assert (done.finish_reason, done.message.content) == (reason, None)
+    [call] = done.message.tool_calls
+    assert call.function.name == "weather"
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "3 4 5"}
+    messages = [*QUESTION["messages"], done.message.model_dump(), result]
+    again = client.chat.completions.create(
+        **(QUESTION | {"messages": messages}), tool_choice="none", max_tokens=9, temperature=0
+    )
+    assert again.choices[0].message.content
+
+
+def test_a_schema_of_a_tool_that_cannot_be_followed_is_named(client: openai.OpenAI) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "minProperties": -1}}
+    tools = [{"type": "function", "function": function}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**(QUESTION | {"tools": tools}), tool_choice="required")
+    assert caught.value.param == "tools"
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "temperature": 0}
+    done = client.responses.create(input="1 2 3", max_output_tokens=20, **asked)
+    assert_counts("1 2 3 ", done.output_text, 20)
+    assert (done.status, done.usage and done.usage.output_tokens) == ("incomplete", 20)
+    stop = {"stop": ["12"]}
+    with client.responses.stream(input="1 2 3", extra_body=stop, **asked) as stream:
+        text = "".join(each.delta for each in stream if each.type == "response.output_text.delta")
+        assert stream.get_final_response().output_text == text == "4 5 6 7 8 9 10 11 "
+    form: Any = {"type": "json_schema", "name": "w", "schema": WEATHER, "strict": True}
+    guided = client.responses.create(input="1 2", text={"format": form}, **asked)
+    jsonschema.validate(json.loads(guided.output_text), WEATHER)
+    tools: Any = [{"type": "function", **TOOLS[0]["function"]}]
+    called: Any = client.responses.create(
+        input="1 2", tools=tools, tool_choice="required", parallel_tool_calls=False, **asked
+    )
+    [call] = called.output
+    jsonschema.validate(json.loads(call.arguments), WEATHER)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "3 4 5"}
+    again: Any = [{"role": "user", "content": "1 2"}, *called.output, result]
+    assert client.responses.create(input=again, max_output_tokens=9, **asked).output_text
+    with pytest.raises(openai.NotFoundError, match="embeddings need a model made for them"):
+        client.embeddings.create(model=MODEL, input="1")
+
+
+def test_usage_tells_how_much_of_a_prompt_was_cached(client: Any) -> None:
+    """Whole answers, streams, several answers (the prompt counts once), and responses."""
+    prompt = " ".join(map(str, range(300, 360)))  # which no other test asks
+    asked: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
+    cached = []
+    for more in ({}, {}, {"n": 2}):
+        usage = client.completions.create(**asked, **more).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        cached.append(usage.prompt_tokens_details.cached_tokens)
+    *_, last = ask(client, is_streaming=True, **asked, stream_options={"include_usage": True})
+    cached.append(last.usage.prompt_tokens_details.cached_tokens)
+    assert usage.prompt_tokens > 200
+    assert cached[0] < 100 < cached[1] < usage.prompt_tokens
+    assert cached[1:] == cached[1:2] * 3
+    responses = [
+        client.responses.create(model=MODEL, input=prompt[::-1], max_output_tokens=2)
+        for _ in range(2)
+    ]
+    first, again = (
+        each.usage.input_tokens_details.cached_tokens for each in responses if each.usage
+    )
+    assert first < 100 < again
+
+
+def test_tokens_of_a_text_and_back(front: FrontProcess) -> None:
+    with httpx.Client(base_url=front.url, trust_env=False) as http:
+        for body in ({"prompt": "1 2 3"}, {"messages": QUESTION["messages"]}):
+            told = http.post("/tokenize", json=body).json()
+            assert told["count"] == len(told["tokens"]) > 3
+            text = http.post("/detokenize", json={"tokens": told["tokens"]}).json()["prompt"]
+            assert text.startswith("1 2")
+        wrong = http.post("/detokenize", json={"tokens": [10**6]})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tokens")
+        listed = http.get("/v1/models").json()["data"][0]
+        assert listed["max_model_len"] == told["max_model_len"]
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_a_prompt_is_scored(client: openai.OpenAI, is_streaming: bool, num_top: int) -> None:
+    """What `lm_eval` asks: log probabilities of the prompt, and nothing new; equal to those of the
+    same tokens as an answer."""
+    told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "text_offset": []}
+    tops: list[Any] = []
+    asked = {"prompt": "1 2 3 4", "echo": True, "logprobs": num_top, "max_tokens": 0}
+    for part in ask(client, is_streaming=is_streaming, **asked):
+        rows = part.choices[0].logprobs
+        for name, values in told.items():
+            values += getattr(rows, name) if rows is not None else []
+        tops += (rows and rows.top_logprobs) or []
+    assert "".join(told["tokens"][1:]) == "1 2 3 4"  # behind the token that begins a text
+    first, *others = told["token_logprobs"]
+    assert first is None
+    assert told["text_offset"][-1] == 6
+    assert len(tops) == (len(told["tokens"]) if num_top else 0)
+    assert all(len(top) in (2, 3) for top in tops[1:])
+    done = client.completions.create(**ANSWER | {"prompt": "1 2 3"}, max_tokens=2, logprobs=0)
+    [choice] = done.choices
+    assert choice.text == " 4"
+    assert choice.logprobs is not None
+    assert others[-2:] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4)
+
+
+def test_vllm_s_prompt_logprobs(client: openai.OpenAI) -> None:
+    extra = {"prompt_logprobs": 1}
+    done: Any = client.completions.create(**ANSWER, max_tokens=1, extra_body=extra)
+    first, *others = done.choices[0].prompt_logprobs
+    assert first is None
+    assert len(others) == 5
+    for row in others:
+        assert {"logprob", "rank", "decoded_token"} == set(next(iter(row.values())))
+    chat: Any = client.chat.completions.create(
+        model=MODEL, messages=QUESTION["messages"], max_tokens=1, extra_body=extra
+    )
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs: not in a stream"):
+        ask(client, is_streaming=True, extra_body=extra)
+
+
+def wait_until_answered(sdk: openai.OpenAI) -> None:
+    """Return when a completion is answered: fail if none is for too long."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            done = sdk.completions.create(**ANSWER, max_tokens=9)
+        except (openai.APIConnectionError, openai.InternalServerError):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            continue
+        assert_counts("1 2 3", done.choices[0].text, 9)
+        return
+
+
+def ask_often(sdk: openai.OpenAI) -> None:
+    """Until a request is refused: the model polls for a stop ten times a second."""
+    for _ in range(1000):
+        sdk.completions.create(**ANSWER, max_tokens=9)
+
+
+@pytest.mark.slow
+def test_one_command_serves_it_with_a_key(serve: Any) -> None:
+    """And its process is started again when it dies; one of the server's changes nothing."""
+    [port] = free_ports(1)
+    own = serve(options=[f"--openai-port={port}"], environment={"INFLIGHT_API_KEY": "s3cret"})
+    base = f"http://{HOST}:{port}/v1"
+    assert f"OpenAI     {base}" in own.stdout
+    assert "s3cret" not in own.stdout + own.stderr
+    for key in ("none", "s3cre", "s3cret2", "\u00fc"):
+        headers = {b"Authorization": f"Bearer {key}".encode()}
+        refused = httpx.get(f"{base}/models", headers=headers, trust_env=False)
+        assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
+    assert httpx.get(f"http://{HOST}:{port}/health", trust_env=False).status_code == 200
+    with openai.OpenAI(base_url=base, api_key="s3cret", max_retries=0) as sdk:
+        wait_until_answered(sdk)
+        [front] = [
+            child.pid
+            for child in psutil.Process(own.process.pid).children()
+            if "openai" in child.cmdline()
+        ]
+        os.kill(front, signal.SIGKILL)
+        own.wait_until_printed("OpenAI's API ended: killed by SIGKILL; starting it again now")
+        wait_until_answered(sdk)
+        own.kill_model()
+        own.wait_until_printed("ready again")
+        wait_until_answered(sdk)
+        assert own.stderr.count("OpenAI's API ended") == 1
+        with sdk.completions.create(**ANSWER, max_tokens=2000, stream=True) as running:
+            chunks = iter(running)
+            text = next(chunks).choices[0].text
+            own.process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.InternalServerError) as caught:
+                ask_often(sdk)
+            assert caught.value.status_code == httpx.codes.SERVICE_UNAVAILABLE
+            assert caught.value.response.headers["Retry-After"] == "1"
+            text += "".join(chunk.choices[0].text for chunk in chunks)
+        assert_counts("1 2 3", text, 2000)
+    assert own.wait() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--openai-port={taken}"], "--openai-port {taken} cannot be used on 127.0.0.1"),
+        (["--api-key-file=/nowhere"], "--api-key-file /nowhere cannot be read: No such file"),
+        (["--chat-template=/nowhere"], "OpenAI's API could not start: --chat-template /nowhere"),
+    ],
+)
+def test_one_command_names_what_is_wrong_with_it(
+    serve: Any, options: list[str], words: str
+) -> None:
+    with socket.create_server((HOST, 0)) as listening:
+        taken = listening.getsockname()[1]
+        ports = [f"--openai-port={free_ports(1)[0]}", *options]
+        own = serve(options=[each.format(taken=taken) for each in ports], wait_for="")
+        assert own.wait() == 1
+    assert words.format(taken=taken) in own.stderr

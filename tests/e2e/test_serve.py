@@ -31,12 +31,14 @@ from support.calls import (
     wait_for_active,
 )
 from support.hub import COMMIT, Hub, serving
+from support.promql import selectors_of
 from support.server_process import HOST, MODEL, ServeProcess
 
 from inflight_client import InflightClient, InflightError
-from inflight_protocol import ERRORS, METRICS
+from inflight_protocol import ERRORS, METRICS, VLLM_METRICS
 from inflight_server.serve.settings import DEMO_MODEL
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
 
 PROMPT = "1 2 3 4"
@@ -177,12 +179,34 @@ def test_metrics_page_shows_the_batch_manager(server: ServeProcess) -> None:
         if is_counted and {place: shown.get(place) for place in expected} == expected:
             break
         assert time.monotonic() < deadline, (expected, page)
-    assert len(expected) == 15
+    assert len(expected) == 15  # those of adapters come with the first one
     for family in METRICS:
         assert f"# TYPE {family.name} {family.kind}" in page
+    for family in VLLM_METRICS:
+        assert f"# TYPE {family.name} {family.kind}" in page
+    while not re.search(r'vllm:request_success_total\{[^}]*"length"[^}]*\} [1-9]', page):
+        assert time.monotonic() < deadline, page
+        page = get(server.metrics_url).text
+    assert re.search(r'vllm:time_to_first_token_seconds_bucket\{[^}]*le="\+Inf"[^}]*\} [1-9]', page)
+    assert re.search(r"vllm:inter_token_latency_seconds_sum\{[^}]*\} [0-9.e-]*[1-9]", page)
     counts = [shown["nv_llm_output_token_len_bucket", le] for le in ("10", "50", "+Inf")]
     assert counts == sorted(counts)
     assert counts[1] > counts[0]  # 20 tokens
+
+
+def test_every_expression_of_the_dashboard_finds_a_series(server: ServeProcess) -> None:
+    """On the page of a real server; those of GPUs are Triton's, where there is one."""
+    assert "".join(stream_text(server, "1 2 3", 5))
+    page = get(server.metrics_url).text
+    board = json.loads((ROOT / "deploy/grafana/dashboards/inflight.json").read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    for expression in expressions:
+        for family, labels in selectors_of(expression):
+            if family.startswith("nv_gpu_"):
+                continue
+            pairs = "".join(rf'(?=[^}}]*\b{name}="{value}")' for name, value in labels.items())
+            name = rf"{family}(_sum|_count)?"
+            assert re.search(rf"^{name}\{{{pairs}", page, re.MULTILINE), expression
 
 
 def test_the_metrics_page_is_never_behind_an_answer_that_was_read(server: ServeProcess) -> None:
@@ -280,6 +304,7 @@ def test_a_name_on_the_hub_is_fetched_and_served(serve: ServeFactory, tmp_path: 
     assert_counts(PROMPT, "".join(stream_text(running, PROMPT, 20)), 20)
 
 
+@pytest.mark.slow
 def test_an_ipv6_address_is_all_that_is_listened_on(serve: ServeFactory) -> None:
     """Triton's HTTP takes one that it cannot read for all there are."""
     try:
@@ -505,7 +530,7 @@ def ask_often(running: ServeProcess, client: int) -> None:
             assert_counts(prompt, text, 40)
         for _ in range(10):
             (event,) = generate_stream(running, "vllm_model", **bad)
-            assert "'runtime_top_p' is 7" in event["error"]
+            assert "'top_p' is 7" in event["error"]
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "num_top_log_probs": st.integers(0, 21),
     "return_log_prob_ranks": _FLAGS,
     "return_context_logits": _FLAGS,
+    "return_context_log_probs": _FLAGS,
     "return_generation_logits": _FLAGS,
     "return_perf_metrics": _FLAGS,
     "return_num_input_tokens": _FLAGS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inflight_kernels import reference
-from inflight_kernels.ops.adjust_logits import adjust_logits
+from inflight_kernels.ops.sampling.adjust_logits import adjust_logits
 
 
 @pytest.mark.parametrize("vocabulary", [1, 100, 2048, 5001])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inflight_kernels import reference
-from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams, ban_words
+from inflight_kernels.ops.sampling.ban_tokens import ban_repeated_ngrams, ban_words
 
 VOCAB = 30
 

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-OPS = {path.stem for path in (ROOT / "kernels" / "inflight_kernels" / "ops").glob("[a-z]*.py")}
+OPS = {path.stem for path in (ROOT / "kernels" / "inflight_kernels" / "ops").rglob("[a-z]*.py")}
 
 
 def test_dry_run(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight_kernels.ops.copy_blocks import copy_blocks
+from inflight_kernels.ops.attention.copy_blocks import copy_blocks
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,17 @@ import pytest
 import torch
 from triton import knobs
 
-from inflight_kernels.ops.adjust_logits import adjust_logits
-from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams
-from inflight_kernels.ops.copy_blocks import copy_blocks
-from inflight_kernels.ops.invariant_linear import invariant_linear
-from inflight_kernels.ops.mask_logits import mask_logits
-from inflight_kernels.ops.paged_attention_context import paged_attention_context
-from inflight_kernels.ops.paged_attention_generation import paged_attention_generation
-from inflight_kernels.ops.quantize_fp8 import quantize_fp8
+from inflight_kernels.ops.attention.copy_blocks import copy_blocks
+from inflight_kernels.ops.attention.paged_attention_context import paged_attention_context
+from inflight_kernels.ops.attention.paged_attention_generation import paged_attention_generation
+from inflight_kernels.ops.attention.rope_write_kv import rope_write_kv
+from inflight_kernels.ops.linear.invariant_linear import invariant_linear
+from inflight_kernels.ops.linear.quantize_fp8 import quantize_fp8
 from inflight_kernels.ops.rms_norm import rms_norm
-from inflight_kernels.ops.rope_write_kv import rope_write_kv
-from inflight_kernels.ops.sample import sample
+from inflight_kernels.ops.sampling.adjust_logits import adjust_logits
+from inflight_kernels.ops.sampling.ban_tokens import ban_repeated_ngrams
+from inflight_kernels.ops.sampling.mask_logits import mask_logits
+from inflight_kernels.ops.sampling.sample import sample
 from inflight_kernels.ops.silu_mul import silu_mul
 
 FAR = 2**31

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inflight_kernels import reference
-from inflight_kernels.ops.grouped_linear import grouped_linear
+from inflight_kernels.ops.linear.grouped_linear import grouped_linear
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 

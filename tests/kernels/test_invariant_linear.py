@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight_kernels.ops.invariant_linear import invariant_linear
-from inflight_kernels.ops.quantize_fp8 import quantize_fp8
+from inflight_kernels.ops.linear.invariant_linear import invariant_linear
+from inflight_kernels.ops.linear.quantize_fp8 import quantize_fp8
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 

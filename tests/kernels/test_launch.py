@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from inflight_kernels import launch
-from inflight_kernels.ops import paged_attention_context as context
-from inflight_kernels.ops import paged_attention_generation as generation
+from inflight_kernels.ops.attention import paged_attention_context as context
+from inflight_kernels.ops.attention import paged_attention_generation as generation
 from kernel_ops.best_tiles import best_tiles, read_report
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inflight_kernels import reference
-from inflight_kernels.ops.mask_logits import mask_logits
+from inflight_kernels.ops.sampling.mask_logits import mask_logits
 
 
 def _masks(vocabulary: int, generator: torch.Generator) -> torch.Tensor:

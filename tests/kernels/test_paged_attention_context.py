@@ -18,8 +18,11 @@ from support.paged import (
 )
 
 from inflight_kernels import reference
-from inflight_kernels.ops.paged_attention_context import ContextTile, paged_attention_context
-from inflight_kernels.ops.paged_attention_generation import paged_attention_generation
+from inflight_kernels.ops.attention.paged_attention_context import (
+    ContextTile,
+    paged_attention_context,
+)
+from inflight_kernels.ops.attention.paged_attention_generation import paged_attention_generation
 
 
 def starts_of(query_lens: list[int], device: torch.device) -> torch.Tensor:
@@ -49,7 +52,7 @@ def expected_tokens(
     return out
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "tokens_per_block", "dtype", "block_m"),
     [
@@ -59,6 +62,8 @@ def expected_tokens(
         (3, 1, 96, 64, torch.bfloat16, 32),
         (2, 1, 256, 16, torch.bfloat16, None),
         (7, 1, 64, 48, torch.float32, 64),
+        (40, 1, 288, 32, torch.bfloat16, None),
+        (4, 2, 512, 16, torch.float32, None),
     ],
 )
 def test_ragged_chunks_over_cached_blocks(
@@ -99,6 +104,28 @@ def test_ragged_chunks_over_cached_blocks(
     expected = expected_tokens(query, query_lens, cache, scale)
     assert_attention_close(out, expected)
     assert not out[sum(query_lens) :].any()
+
+
+@pytest.mark.slow
+def test_keys_that_are_the_values(device: torch.device, generator: torch.Generator) -> None:
+    """As of latents; heads share programs by 64."""
+    query_lens, lengths = [3, 1, 40], [3, 90, 50]
+    cache = make_cache(
+        generator,
+        lengths,
+        num_kv_heads=1,
+        head_dim=576,
+        tokens_per_block=32,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    keys, starts = cache.key, starts_of(query_lens, device)
+    query = torch.randn(sum(query_lens), 128, 576, generator=generator).to(device, torch.bfloat16)
+    paged = (cache.block_tables, starts, cache.lengths, 0.04)
+    out = paged_attention_context(query, keys, None, *paged)
+    assert torch.equal(out, paged_attention_context(query, keys, keys, *paged))
+    latents = PagedCache(keys, keys, cache.block_tables, cache.lengths)
+    assert_attention_close(out, expected_tokens(query, query_lens, latents, 0.04))
 
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
@@ -183,20 +210,23 @@ def test_single_tokens_equal_generation(device: torch.device, generator: torch.G
     assert_attention_close(out, alone)
 
 
-def test_fp8_cache(device: torch.device, generator: torch.Generator) -> None:
+@pytest.mark.parametrize(("kind", "scale"), [(torch.float8_e4m3fn, 0.5), (torch.int8, 0.03)])
+def test_cache_of_8_bits(
+    device: torch.device, generator: torch.Generator, kind: torch.dtype, scale: float
+) -> None:
     cache = make_cache(
         generator, [90], num_kv_heads=1, head_dim=64, tokens_per_block=32, device=device
     )
     query = torch.randn(40, 4, 64, generator=generator).to(device, torch.bfloat16)
-    fp8, read_back = cache.in_fp8(0.5, 0.25)
+    narrow, read_back = cache.narrowed(kind, scale, scale / 2)
     out = paged_attention_context(
         query,
-        *fp8.memory,
+        *narrow.memory,
         starts_of([40], device),
         cache.lengths,
         0.125,
-        key_scale=0.5,
-        value_scale=0.25,
+        key_scale=scale,
+        value_scale=scale / 2,
     )
     expected = expected_tokens(query, [40], read_back, 0.125)
     assert_attention_close(out, expected)
@@ -252,7 +282,7 @@ def test_a_grid_has_room_for_the_longest_steps(
             grids.append(grid)
             return lambda *_, **__: None
 
-    module = import_module("inflight_kernels.ops.paged_attention_context")
+    module = import_module("inflight_kernels.ops.attention.paged_attention_context")
     monkeypatch.setattr(module, "_paged_attention_context_kernel", Kernel())
     with torch.device("meta"):
         cache = torch.empty(4, 32, num_kv_heads, 64, dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ from support.paged import (
 )
 
 from inflight_kernels import launch, reference
-from inflight_kernels.ops.paged_attention_generation import (
+from inflight_kernels.ops.attention.paged_attention_generation import (
     GenerationTile,
     paged_attention_generation,
     plan_generation,
@@ -55,6 +55,8 @@ def expected_rows(
         (2, 1, 256, 128, torch.bfloat16),
         (3, 3, 80, 48, torch.float32),
         (20, 1, 64, 64, torch.float16),
+        (40, 1, 288, 32, torch.bfloat16),
+        (4, 2, 512, 16, torch.float32),
     ],
 )
 def test_matches_attention_written_out(
@@ -81,6 +83,29 @@ def test_matches_attention_written_out(
     out = paged_attention_generation(query, *cache.memory, cache.lengths, scale)
     assert out.dtype == dtype
     expected = expected_rows(query, cache, scale)
+    assert_attention_close(out, expected)
+
+
+@pytest.mark.fast(2)
+def test_keys_that_are_the_values(device: torch.device, generator: torch.Generator) -> None:
+    """As of latents; heads share programs by 16."""
+    lengths = [1, 33, 0, 300]
+    cache = make_cache(
+        generator,
+        lengths,
+        num_kv_heads=1,
+        head_dim=576,
+        tokens_per_block=32,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    keys, tables = cache.key, cache.block_tables
+    query = torch.randn(4, 32, 576, generator=generator).to(device, torch.bfloat16)
+    paged = (tables, cache.lengths, 0.04)
+    out = paged_attention_generation(query, keys, None, *paged)
+    assert torch.equal(out, paged_attention_generation(query, keys, keys, *paged))
+    latents = PagedCache(keys, keys, tables, cache.lengths)
+    expected = expected_rows(query, latents, 0.04)
     assert_attention_close(out, expected)
 
 
@@ -127,7 +152,7 @@ def test_window_and_softcap(
     assert_attention_close(out, expected)
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("num_splits", [None, 1, 4])
 @pytest.mark.parametrize("options", WEIGHTINGS.values(), ids=WEIGHTINGS)
 def test_weightings(
@@ -211,6 +236,7 @@ def test_strides_of_query_and_cache_are_honoured(
 
 
 @pytest.mark.fast(2)
+@pytest.mark.parametrize("kind", [_FP8, torch.int8], ids=str)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "tokens_per_block", "dtype", "options"),
     [
@@ -222,7 +248,7 @@ def test_strides_of_query_and_cache_are_honoured(
         (2, 1, 256, 128, torch.float16, {"sliding_window": 20, "softcap": 3.0, "num_splits": 3}),
     ],
 )
-def test_fp8_cache(
+def test_cache_of_8_bits(
     device: torch.device,
     generator: torch.Generator,
     num_heads: int,
@@ -231,8 +257,9 @@ def test_fp8_cache(
     tokens_per_block: int,
     dtype: torch.dtype,
     options: dict[str, Any],
+    kind: torch.dtype,
 ) -> None:
-    """An e4m3 cache read with its scales equals the same cache dequantised."""
+    """Read with its scales it equals the same cache dequantised."""
     cache = make_cache(
         generator,
         [33, 0, 64, 290],
@@ -241,21 +268,27 @@ def test_fp8_cache(
         tokens_per_block=tokens_per_block,
         device=device,
     )
-    fp8, read_back = cache.in_fp8(0.5, 0.25)
+    scales: dict[str, Any] = {"key_scale": 0.5, "value_scale": 0.25}
+    if kind == torch.int8:
+        scales = {"key_scale": 0.03, "value_scale": 0.02}
+    narrow, read_back = cache.narrowed(kind, **scales)
     query = torch.randn(4, num_heads, head_dim, generator=generator).to(device, dtype)
     scale = head_dim**-0.5
     out = paged_attention_generation(
-        query, *fp8.memory, cache.lengths, scale, key_scale=0.5, value_scale=0.25, **options
+        query, *narrow.memory, cache.lengths, scale, **{**scales, **options}
     )
     seen = {name: value for name, value in options.items() if name != "num_splits"}
     assert_attention_close(out, expected_rows(query, read_back, scale, **seen))
 
 
-def test_every_number_of_an_fp8_cache_is_read_as_it_is(device: torch.device) -> None:
-    """All codes of e4m3, the smallest, 448 and NaN among them, in both places of a word: as the
+@pytest.mark.parametrize("kind", [_FP8, torch.int8], ids=str)
+def test_every_number_of_a_cache_of_8_bits_is_read_as_it_is(
+    device: torch.device, kind: torch.dtype
+) -> None:
+    """All codes, of e4m3 the smallest, 448 and NaN among them, in both places of a word: as the
     only value of a row, so that it is the result."""
     codes = torch.arange(256, device=device).to(torch.uint8).view(16, 16)
-    codes = torch.cat((codes, codes.roll(1, dims=1))).view(_FP8)
+    codes = torch.cat((codes, codes.roll(1, dims=1))).view(kind)
     values = codes[:, None, None, :].expand(32, 16, 1, 16).contiguous()
     tables = torch.arange(32, dtype=torch.int32, device=device)[:, None]
     lengths = torch.ones(32, dtype=torch.int32, device=device)
@@ -312,8 +345,8 @@ def cut(width: int, first: int) -> dict[str, torch.Tensor]:
         ({"value_cache": torch.zeros(4, 16, 1, 64)}, "value_cache: shape"),
         ({"value_cache": torch.zeros(4, 16, 2, 64).to(_FP8)}, "value_cache: dtype"),
         ({"key_cache": torch.zeros(4, 16, 2, 64).to(_FP8)}, "value_cache: dtype"),
-        (cut(65, 0), "key_cache: in FP8 .* must be even"),
-        (cut(66, 1), "key_cache: in FP8 .* offset 1"),
+        (cut(65, 0), "key_cache: of 8 bits, .* must be even"),
+        (cut(66, 1), "key_cache: of 8 bits, .* offset 1"),
         ({"key_cache": torch.zeros(4, 16, 2, 64, dtype=torch.float16)}, "key_cache: dtype"),
         ({"key_cache": torch.zeros(4, 16, 64, 2).transpose(2, 3)}, "key_cache: last dimension"),
         ({"block_tables": torch.zeros(2, 2, dtype=torch.int64)}, "block_tables: dtype"),

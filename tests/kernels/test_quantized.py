@@ -32,3 +32,11 @@ def test_the_largest_number_of_a_row_becomes_127() -> None:
     numbers, scales = reference.quantize_int8(torch.tensor([[2.54, -1.0], [0.0, 0.0]]))
     assert numbers.tolist() == [[127, -50], [0, 0]]
     torch.testing.assert_close(scales[0], torch.tensor([0.02]))
+
+
+def test_numbers_of_a_codebook() -> None:
+    codebook = torch.arange(16.0).square()
+    packed = reference.pack_nibbles(torch.tensor([[1, 15, 8, 0], [2, 3, 4, 5]], dtype=torch.uint8))
+    scales = torch.tensor([[1.0, -2.0], [0.5, 0.25]])
+    wide = reference.dequantize(packed, scales, None, 2, codebook)
+    assert wide.tolist() == [[1, 225, -128, 0], [2, 4.5, 4, 6.25]]

@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from inflight_kernels.ops.adjust_logits import adjust_logits
-from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams, ban_words
-from inflight_kernels.ops.copy_blocks import copy_blocks
-from inflight_kernels.ops.grouped_linear import grouped_linear
-from inflight_kernels.ops.invariant_linear import invariant_linear
-from inflight_kernels.ops.mask_logits import mask_logits
-from inflight_kernels.ops.quantize_fp8 import quantize_fp8
+from inflight_kernels.ops.attention.copy_blocks import copy_blocks
+from inflight_kernels.ops.attention.delta_step import delta_step
+from inflight_kernels.ops.attention.rope_write_kv import rope_write_kv
+from inflight_kernels.ops.linear.grouped_linear import grouped_linear
+from inflight_kernels.ops.linear.invariant_linear import invariant_linear
+from inflight_kernels.ops.linear.quantize_fp8 import quantize_fp8
+from inflight_kernels.ops.linear.quantize_int8 import quantize_int8
+from inflight_kernels.ops.linear.quantized_linear import prepare, quantized_linear
 from inflight_kernels.ops.rms_norm import add_rms_norm
-from inflight_kernels.ops.rope_write_kv import rope_write_kv
-from inflight_kernels.ops.sample import sample
+from inflight_kernels.ops.sampling.adjust_logits import adjust_logits
+from inflight_kernels.ops.sampling.ban_tokens import ban_repeated_ngrams, ban_words
+from inflight_kernels.ops.sampling.mask_logits import mask_logits
+from inflight_kernels.ops.sampling.sample import sample
 from inflight_kernels.ops.silu_mul import silu_mul, silu_mul_fp8
 
 Arguments = dict[str, Any]
@@ -44,6 +47,11 @@ CALLS: dict[Callable[..., object], Callable[[int], Arguments]] = {
         "source": floats(2, 4, 16, 8), "destination": floats(2, 4, 16, 8),
         "source_blocks": longs(rows), "destination_blocks": longs(rows),
     },
+    delta_step: lambda rows: {
+        "query": floats(rows, 2, 16), "key": floats(rows, 2, 16), "value": floats(rows, 4, 8),
+        "decay": floats(rows, 4), "strength": floats(rows, 4), "states": floats(5, 4, 16, 8),
+        "slots": longs(rows), "eps": 1e-6,
+    },
     grouped_linear: lambda rows: {
         "x": floats(rows, 32), "weight": floats(3, 8, 32), "starts": ints(4), "bias": floats(3, 8),
     },
@@ -52,6 +60,11 @@ CALLS: dict[Callable[..., object], Callable[[int], Arguments]] = {
     },
     mask_logits: lambda rows: {"logits": floats(2, 32), "masks": ints(rows, 3)},
     quantize_fp8: lambda rows: {"x": floats(rows, 32)},
+    quantize_int8: lambda rows: {"x": floats(rows, 32)},
+    quantized_linear: lambda rows: {
+        "x": floats(rows, 32), "starts": ints(3), "bias": floats(16),
+        "weight": prepare(torch.zeros(16, 32, dtype=torch.int8), floats(16, 1), group_size=32),
+    },
     add_rms_norm: lambda rows: {
         "x": floats(rows, 32), "residual": floats(rows, 32), "weight": floats(32), "eps": 1e-5,
     },
@@ -73,9 +86,10 @@ FREE = {
     "ban_repeated_ngrams logits 1", "ban_repeated_ngrams history 0",
     "ban_repeated_ngrams history 1", "ban_words logits 1",
     "ban_words words 1", "ban_words history 1", "copy_blocks source 1",
-    "copy_blocks destination 1", "grouped_linear x 0",
+    "copy_blocks destination 1", "delta_step states 0", "grouped_linear x 0",
     "invariant_linear x 0",
     "mask_logits logits 0", "mask_logits masks 0", "quantize_fp8 x 0", "quantize_fp8 x 1",
+    "quantize_int8 x 0", "quantize_int8 x 1", "quantized_linear x 0",
     "rope_write_kv query 1", "rope_write_kv cos_sin 0", "sample logits 1", "silu_mul gate_up 0",
 }  # fmt: skip
 # Columns of a table.
@@ -96,7 +110,7 @@ def changed(
         (tensor[None], "shape must be"),
         (tensor.to(OTHER_DTYPE[tensor.dtype]), f"^{name}: dtype must be"),
     ]
-    if op not in (quantize_fp8, silu_mul):  # they have but one
+    if op not in (quantize_fp8, quantize_int8, silu_mul):  # they have but one
         changes.append((tensor.to("meta"), "is on meta"))
     if label not in STRIDED:
         apart = tensor.repeat_interleave(2, dim=-1)[..., ::2]
@@ -123,6 +137,10 @@ def test_every_tensor_must_fit(op: Callable[..., object]) -> None:
 
 X, FP8 = floats(2, 64), floats(2, 64).to(torch.float8_e4m3fn)
 TOKEN_SCALES = floats(2, 1)
+BYTES, PLAIN_BYTES = (
+    prepare(torch.zeros(8, 64, dtype=torch.int8), floats(8, 2), group_size=32, is_plain=is_plain)
+    for is_plain in (False, True)
+)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +151,15 @@ TOKEN_SCALES = floats(2, 1)
         (lambda: invariant_linear(FP8, FP8, x_scales=TOKEN_SCALES), "weight_scales: must be given"),
         (lambda: quantize_fp8(floats(1, 32769)), "x: rows must have 1 to 32768 elements"),
         (lambda: quantize_fp8(floats(1, 0)), "x: rows must have 1 to 32768 elements"),
+        (lambda: quantize_fp8(floats(1, 96), 48), "group_size: must be a power of two, not 48"),
+        (lambda: quantize_int8(floats(1, 0)), "x: rows must have 1 to"),
+        (lambda: quantized_linear(X, BYTES, x_scales=floats(2, 2)), "x_scales: must be given with"),
+        (lambda: quantized_linear(FP8, BYTES, x_scales=floats(2, 2)), "x: of 8 bits goes with a"),
+        (lambda: quantized_linear(X, PLAIN_BYTES), "x: of 8 bits goes with a plain weight"),
+        (
+            lambda: quantized_linear(X.to(torch.int8), PLAIN_BYTES, x_scales=floats(2, 2)),
+            "x: of 8 bits needs a scale per row",
+        ),
         (
             lambda: add_rms_norm(floats(1, 40000), floats(1, 40000), floats(40000), 1e-5),
             "x: rows may have up to 32768",

@@ -7,7 +7,7 @@ import torch
 from support.tolerance import assert_close
 
 from inflight_kernels import reference
-from inflight_kernels.ops.rope_write_kv import rope_write_kv
+from inflight_kernels.ops.attention.rope_write_kv import rope_write_kv
 
 
 def cos_sin_table(num_positions: int, head_dim: int, device: torch.device) -> torch.Tensor:
@@ -24,6 +24,7 @@ def cos_sin_table(num_positions: int, head_dim: int, device: torch.device) -> to
         (4, 4, 128, 64, torch.bfloat16),
         (20, 4, 80, 32, torch.float16),
         (3, 1, 96, 16, torch.bfloat16),
+        (3, 1, 576, 16, torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("has_norm", [False, True])
@@ -75,14 +76,31 @@ def test_equals_norm_then_rope_then_write(
     assert torch.equal(memory[:, untouched], old[:, untouched])
 
 
-def test_fp8_cache_in_another_layout(device: torch.device, generator: torch.Generator) -> None:
-    """Scaled e4m3 written to a cache stored head before token; positions in int32."""
+def test_keys_that_are_the_values(device: torch.device, generator: torch.Generator) -> None:
+    """Without a value the cache gets the key, and the query turns as beside one."""
+    fused = torch.randn(4, 3, 32, generator=generator).to(device)
+    query, key = fused[:, :2], fused[:, 2:]
+    caches = torch.zeros(3, 2, 16, 1, 32, device=device)
+    places = torch.tensor([3, 0, -1, 20], device=device)
+    table, positions = cos_sin_table(9, 32, device), torch.tensor([8, 1, 0, 5], device=device)
+    out = rope_write_kv(query, key, None, table, positions, caches[0], None, places)
+    both = rope_write_kv(query, key, key, table, positions, caches[1], caches[2], places)
+    assert torch.equal(out, both)
+    assert torch.equal(caches[0], caches[1])
+    assert caches[0].count_nonzero() == 3 * 32
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_cache_of_8_bits_in_another_layout(
+    device: torch.device, generator: torch.Generator, kind: torch.dtype
+) -> None:
+    """Scaled numbers written to a cache stored head before token; positions in int32."""
     query = torch.randn(3, 2, 64, generator=generator).to(device, torch.bfloat16)
     key, value = torch.randn(2, 3, 2, 64, generator=generator).to(device, torch.bfloat16).unbind()
     cos_sin = cos_sin_table(10, 64, device)
     positions = torch.tensor([9, 0, 4], dtype=torch.int32, device=device)
     slots = torch.tensor([17, 3, 30], device=device)
-    memory = torch.zeros(2, 2, 2, 16, 64, dtype=torch.float8_e4m3fn, device=device)
+    memory = torch.zeros(2, 2, 2, 16, 64, dtype=kind, device=device)
     key_cache, value_cache = memory.transpose(2, 3).unbind()
     rope_write_kv(
         query, key, value, cos_sin, positions, key_cache, value_cache, slots,
@@ -90,10 +108,25 @@ def test_fp8_cache_in_another_layout(device: torch.device, generator: torch.Gene
     )  # fmt: skip
     rotated = reference.apply_rope(query.float(), key.float(), cos_sin, positions.long())[1]
     for cache, scale, new in ((key_cache, 0.5, rotated), (value_cache, 0.02, value.float())):
-        expected = (new / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        expected = reference.to_bytes(new, scale, kind).float()
         written = cache.float()[slots // 16, slots % 16]
-        torch.testing.assert_close(written, expected, rtol=0.13, atol=2**-9)
+        atol = 1.0 if kind == torch.int8 else 2**-9
+        torch.testing.assert_close(written, expected, rtol=0.13, atol=atol)
         assert float((written != expected).float().mean()) < 0.02
+
+
+def test_extreme_numbers_in_an_int8_cache(device: torch.device) -> None:
+    """To the nearest integer, ties to even, within the range."""
+    numbers = [127.0, 127.5, 1e30, torch.inf, -128.0, -128.6, -torch.inf, 0.5, 1.5, 2.5, -0.5,
+               -1.5, 0.49, -0.51, 3.0, 0.0]  # fmt: skip
+    values = torch.tensor([numbers], device=device)[:, None]  # [1, 1, 16]
+    zeros = torch.zeros_like(values)
+    caches = torch.zeros(2, 1, 16, 1, 16, dtype=torch.int8, device=device)
+    place = torch.zeros(1, dtype=torch.int64, device=device)
+    table = cos_sin_table(1, 16, device)
+    rope_write_kv(zeros, zeros, values, table, place, caches[0], caches[1], place)
+    expected = [127, 127, 127, 127, -128, -128, -128, 0, 2, 2, 0, -2, 0, -1, 3, 0]
+    assert caches[1, 0, 0, 0].tolist() == expected
 
 
 def test_extreme_numbers_in_an_fp8_cache(device: torch.device) -> None:

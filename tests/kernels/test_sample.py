@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inflight_kernels import reference
-from inflight_kernels.ops.sample import sample, sample_with_log_probs
+from inflight_kernels.ops.sampling.sample import sample, sample_with_log_probs
 
 Row = tuple[float, int, float]
 Arguments = tuple[torch.Tensor, ...]

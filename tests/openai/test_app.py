@@ -73,7 +73,7 @@ def answer_nothing(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, An
 @pytest.mark.parametrize(
     ("method", "path", "status", "hint"),
     [
-        ("POST", "/v1/responses", 404, "Not Found: POST; there are POST /v1/completions"),
+        ("POST", "/v1/files", 404, "Not Found: POST; there are POST /v1/completions"),
         ("GET", "/v1/completions", 405, "Method Not Allowed: GET; there are POST /v1/completions"),
         ("POST", "/v1/models", 405, "Method Not Allowed: POST; there are POST /v1/completions"),
         ("GET", "/v1/models/other", 404, "the model does not exist here; this is demo"),
@@ -108,6 +108,42 @@ async def test_a_missing_metrics_page_is_an_error_without_its_address(
     answer = await request(local_grpc, "GET", "/metrics", metrics_url=own)
     message = answer.json()["error"]["message"]
     assert (answer.status_code, words in message, "127.0.0.1" in message) == (status, True, False)
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 2**14, b"{", b"[]", b'{"lora_name": 1}'], ids=["deep", "open", "list", "number"]
+)
+async def test_a_body_that_names_no_adapter_is_a_400(local_grpc: Local, body: bytes) -> None:
+    async with front_of(local_grpc, loads_adapters=True) as client:
+        answer = await client.post("/v1/unload_lora_adapter", content=body)
+    assert answer.status_code == 400
+
+
+async def test_an_older_model_repository_is_asked_for_what_it_has(
+    local_grpc: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton refuses a request with an input that is not in config.pbtxt."""
+    answer = LocalTriton.answer
+
+    def answer_as_before(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
+        if arrival.values.get("describe"):
+            yield {"description": ['{"model": "demo"}']}
+        elif arrival.values.get("lora_adapters"):
+            yield {"description": ['{"lora_adapters": []}']}
+        else:
+            yield from answer(self, arrival)
+
+    monkeypatch.setattr(LocalTriton, "answer", answer_as_before)
+    async with app_of(local_grpc) as app:
+        await app.triton.describe()
+        assert await app.triton.lora_requests() == {}
+        async with client_of(app) as client:
+            status, _ = await post(client, COMPLETIONS_PATH, COMPLETION)
+            blocks = await client.get("/page/blocks")
+    asked = local_grpc.triton.arrivals[-1]
+    assert status == 200
+    assert not {"num_cached_tokens", "return_num_cached_tokens"} & {*asked.values, *asked.outputs}
+    assert (blocks.status_code, "--force" in blocks.text) == (400, True)
 
 
 async def test_a_client_s_request_id_is_not_used_on_the_server(local_grpc: Local) -> None:

@@ -99,8 +99,18 @@ def test_a_refusal_of_both_forms_of_arguments_is_reported_once() -> None:
         rendered(refusing, call(ARGUMENTS))
 
 
-def test_a_template_without_tool_calls_does_not_write_none() -> None:
-    assert rendered(CHATML, USER, call(ARGUMENTS, content=None)) == "user:u;assistant:;"
+def test_a_template_without_tools_is_told_of_them_in_messages() -> None:
+    written = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
+    result = {"role": "tool", "tool_call_id": "c", "content": "cold"}
+    told = rendered(CHATML, USER, call(ARGUMENTS, content=None), result)
+    assert told == f"user:u;assistant:{written};user:<tool_response>\ncold\n</tool_response>;"
+    reader = reader_of(CHATML)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    ids = reader.encode_messages(read_messages([USER]), tools=tools)
+    text = b"".join(reader.token(each).data or b"" for each in ids).decode()
+    assert text.startswith("user:# Tools")
+    assert json.dumps(tools[0]) in text
+    assert text.endswith("\nu;")
 
 
 def test_developer_is_system_for_templates_without_that_role() -> None:

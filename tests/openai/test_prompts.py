@@ -60,6 +60,16 @@ def test_a_text_that_does_not_fit_is_refused_in_openai_s_words(
     assert words.format(kind) in error.message
 
 
+def test_the_prompt_of_an_encoder_takes_no_room_of_the_answer() -> None:
+    reader = make_prompt_reader({**DESCRIPTION, "start_ids": [7]}, None, None)
+    with pytest.raises(ApiError) as caught:
+        parse(reader, {"model": "demo", "prompt": "x" * 9, "max_tokens": 100})
+    assert caught.value.message.endswith(
+        "you requested 101 tokens (1 that every answer begins with, 100 in the completion). "
+        "Please reduce the length of the completion."
+    )
+
+
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(9, 91), (99, 1)])
 def test_a_prompt_and_an_answer_may_fill_the_context(num_prompt: int, max_tokens: int) -> None:
     reader = make_prompt_reader(DESCRIPTION, None, None)

@@ -54,6 +54,7 @@ def test_finish_reason(reason: str, shown: str) -> None:
 
 def request(*, is_chat: bool, num_log_probs: int | None = None) -> GenerationRequest:
     return GenerationRequest(
+        model="m",
         is_chat=is_chat,
         prompts=((1, 2, 3),),
         max_tokens=3,

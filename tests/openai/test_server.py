@@ -279,10 +279,10 @@ def test_output_and_exit_code(describing: Local, free_port: int, number: signal.
 
 
 def describe_and_wait(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
-    if arrival.values.get("describe"):
-        yield {"description": [json.dumps(DESCRIPTION)]}
-    else:
+    if arrival.request_id:  # of a completion
         arrival.is_left.wait(WAIT_SECONDS)
+    else:
+        yield from describe(self, arrival)
 
 
 @pytest.mark.slow
@@ -290,11 +290,12 @@ def test_a_second_interrupt_does_not_wait_for_running_requests(
     local_grpc: Local, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalTriton, "answer", describe_and_wait)
+    arrivals = local_grpc.triton.arrivals
     with front_process(local_grpc, free_port, stderr=subprocess.PIPE) as front:
         wait_until_it_listens(front, free_port)
         with socket.create_connection(("127.0.0.1", free_port)) as client:
             client.sendall(post(json.dumps(COMPLETION).encode()))
-            while len(local_grpc.triton.arrivals) < 2:
+            while not (running := [each for each in arrivals if each.request_id]):
                 time.sleep(0.01)
             front.send_signal(signal.SIGINT)
             assert front.stderr is not None
@@ -302,7 +303,7 @@ def test_a_second_interrupt_does_not_wait_for_running_requests(
             front.send_signal(signal.SIGINT)
             assert front.wait(WAIT_SECONDS) == 130
             assert front.stderr.read() == b""
-    assert local_grpc.triton.arrivals[1].is_left.wait(WAIT_SECONDS)
+    assert running[0].is_left.wait(WAIT_SECONDS)
 
 
 @pytest.mark.slow

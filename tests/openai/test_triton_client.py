@@ -8,7 +8,7 @@ from support.openai_front import DESCRIPTION, parse
 from inflight_client.address import parse_address
 from inflight_client.errors import InvalidArgument
 from inflight_openai.prompts import make_prompt_reader
-from inflight_openai.triton_client import MetricsPage, make_calls
+from inflight_openai.triton_client import MetricsPage, make_calls, with_lora_requests
 from inflight_protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
 
 SERVER = parse_address("10.0.0.1:9001", "grpc")
@@ -36,3 +36,14 @@ def test_an_invalid_metrics_url_is_named(url: str) -> None:
 def test_the_metrics_page_is_the_server_s_by_default(given: str | None) -> None:
     wanted = "http://10.0.0.1:8002/metrics" if given is None else given
     assert MetricsPage(given, SERVER).url == wanted
+
+
+def test_names_of_adapters_in_labels() -> None:
+    """As Prometheus escapes them; without labels the page is as it was."""
+    labels = {"max_lora": "8", "running_lora_adapters": 'a"\\\n', "waiting_lora_adapters": ""}
+    page = with_lora_requests(b"x 1\n", labels).decode()
+    series = r'{max_lora="8",running_lora_adapters="a\"\\\n",waiting_lora_adapters=""}'
+    assert page.startswith("x 1\n# HELP vllm:lora_requests_info ")
+    assert f"\nvllm:lora_requests_info{series} " in page
+    assert page.endswith("\n")
+    assert with_lora_requests(b"x 1\n", {}) == b"x 1\n"

@@ -14,6 +14,8 @@ from inflight_recorder.recorder import FlightRecorder
 from inflight_recorder.schema import (
     Arrival,
     apply_changes,
+    standing_requests,
+    summarise,
     unpack_iteration,
 )
 from inflight_recorder.settings import Settings
@@ -82,6 +84,51 @@ def test_with_many_requests_the_chunks_are_fewer_and_longer(is_steady: bool) -> 
     assert len(chunks[-1].start.hashes) == NUM_REQUESTS
     assert {type(chunk.start.requests) for chunk in chunks} == {bytes}
     assert {type(packed) for chunk in chunks for packed in chunk.packed} == {bytes}
+
+
+def test_who_looks_on_gets_each_iteration_once() -> None:
+    """Two requests: one decision that changes something, steady steps in one row, an end."""
+    recorder = make_recorder(Settings(GUARANTEED, 64, 32, 8))
+    active = [make_request(number, 4, 300) for number in (1, 2)]
+    for request in active:
+        recorder.arrived(request)
+    recorder.decided(active, active, [], [])
+    recorder.finish_iteration()
+    for _ in range(4):
+        recorder.decided(active, [], active, [])
+        recorder.finish_iteration()
+    start, packed = recorder.recent(None, 2048)
+    assert start is not None
+    assert standing_requests(start) == []
+    came, began, steady = summarise(packed)
+    assert [row[:3] for row in came["a"]] == [[1, 4, 300], [2, 4, 300]]
+    assert came["c"] == [[1, 4], [2, 4]]
+    assert began["g"] == [1, 2]
+    assert (steady["i"], steady["n"]) == (5, 3)
+    assert steady.keys() == {"i", "t", "d", "f", "n"}
+
+    assert recorder.recent(5, 2048) == (None, [])
+    recorder.ended(active[1], "failed")
+    recorder.decided(active[:1], [], active[:1], [])
+    recorder.finish_iteration()
+    start, packed = recorder.recent(5, 2048)
+    assert start is None
+    assert [row.get("e") for row in summarise(packed)] == [[[2, "error"]], None]
+    assert recorder.recent(99, 2048)[0] is not None  # of another server: everything again
+
+
+def test_a_chunk_tells_who_was_in_flight_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "CHUNK_ITERATIONS", 4)
+    recorder = make_recorder(Settings(GUARANTEED, 64, 32, 8))
+    active = [make_request(7, 4, 300)]
+    recorder.arrived(active[0])
+    for number in range(10):
+        recorder.decided(active, active if number == 0 else [], active if number else [], [])
+        recorder.finish_iteration()
+    start, packed = recorder.recent(1, 3)
+    assert start is not None
+    assert standing_requests(start) == [[7, 4, 4, 304]]
+    assert len(packed) == 2
 
 
 def test_a_decision_that_was_never_carried_out_does_not_hide_a_change() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,6 @@ from inflight_recorder.workload import read_workload
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
     ContextChunking,
-    ContextChunkingPolicy,
     FinishReason,
 )
 
@@ -65,6 +65,9 @@ def check_replay(text: str) -> None:
         may_copy_blocks=st.booleans(),
         is_overlapped=st.booleans(),
         priority_span=st.just(5),
+        windows=st.sampled_from([(None,), (None,), (None, 5), (3,), (None, 2, 6, 6)]),
+        max_drafts=st.just(4),
+        num_snapshots=st.sampled_from([None, None, 1, 4]),
     ),
     seed=st.integers(0, 2**16),
     priorities=st.sampled_from([(0.5,), (0.0, 0.5, 0.9)]),
@@ -78,7 +81,7 @@ def check_replay(text: str) -> None:
         13,
         1,
         6,
-        chunking=ContextChunking(ContextChunkingPolicy.FORCE_CHUNK, 1),
+        chunking=ContextChunking(unit_size=1, max_context_length=1),
         enable_reuse=True,
         is_overlapped=True,
         priority_span=5,
@@ -95,7 +98,7 @@ def check_replay(text: str) -> None:
         16,
         4,
         1,
-        chunking=ContextChunking(ContextChunkingPolicy.FORCE_CHUNK, 1),
+        chunking=ContextChunking(unit_size=1, max_context_length=1),
         enable_reuse=True,
         may_copy_blocks=True,
         priority_span=5,
@@ -118,7 +121,13 @@ def test_replay_of_our_own_recording_is_identical(
 ) -> None:
     """From the start, or from the middle of a ring; with pauses, stops, faults, shared blocks."""
     if kind == "beams":  # one that holds rows cannot be at the start of a ring
-        settings, is_ring = replace(settings, max_num_tokens=None, chunking=None), False
+        settings = replace(settings, max_num_tokens=None, chunking=None, windows=(None,))
+        is_ring = False
+    if kind == "drafts":
+        settings = replace(settings, num_snapshots=None)
+    if settings.num_snapshots is not None:
+        settings = replace(settings, windows=(None,))
+    settings = replace(settings, num_blocks=settings.num_blocks * len(settings.windows))
     with tiny_ring() if is_ring else nullcontext():
         world = RecordedWorld(settings)
         if kind == "beams":
@@ -153,6 +162,9 @@ def check_cache_at_start(world: RecordedWorld) -> None:
     again = manager.cache_state()
     assert again is not None
     assert (again.tables, again.kept, again.idle) == (state.tables, state.kept, state.idle)
+    assert sorted(again.groups) == sorted(state.groups)
+    tables = marshal.loads(world.recorder._ring[0].start.windows)
+    assert dict(manager.window_tables()) == {request_id: held for request_id, held in tables}
     assert [again.hashes[k] for k in again.kept] == [state.hashes[k] for k in state.kept]
 
 
@@ -257,7 +269,7 @@ def test_a_ring_knows_the_blocks_of_drafts_that_never_ran(monkeypatch: pytest.Mo
     """The first chunk takes room for them, and the last one leaves them none."""
     monkeypatch.setattr(recorder_module, "CHUNK_ITERATIONS", 1)
     monkeypatch.setattr(recorder_module, "NUM_CHUNKS", 1)
-    chunking = ContextChunking(ContextChunkingPolicy.FORCE_CHUNK, 3)
+    chunking = ContextChunking(unit_size=3, max_context_length=3)
     world = RecordedWorld(Settings(GUARANTEED, 20, 1, 2, chunking=chunking))
     request = make_request(1, 6, 8)
     request.set_draft_tokens((1, 2))

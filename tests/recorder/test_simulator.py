@@ -133,6 +133,8 @@ def test_a_prompt_that_begins_again_and_again_is_refused_in_time(
             lambda header: header["active"][0]["table"].append(header["active"][0]["table"][0]),
             "holds a block twice",
         ),
+        (lambda header: header["cache"].update(held=[[1, 99]]), "has no 99 full blocks"),
+        (lambda header: header["cache"].update(snapshots="AAAAAAAAAAA=" * 9), "Invalid base64"),
         (lambda header: header.pop("cache"), "in the middle and does not say what was cached"),
     ],
 )

@@ -13,12 +13,10 @@ from inflight_scheduler import (
     LlmRequest,
     PeftPages,
     Resource,
-    WindowBlocks,
     refusal_reason,
 )
 
 RESOURCES: list[Resource] = [
-    WindowBlocks(BlockManager(1, 4, window_size=8)),
     PeftPages(2, lambda task_id: task_id),
     CrossBlocks(BlockManager(2, 4)),
 ]
@@ -67,12 +65,7 @@ PAUSED = (
         (
             make_request(1, 1, 3, lora_task_id=3),
             {"resources": RESOURCES},
-            "it needs 3 PEFT pages, but there are 2",
-        ),
-        (
-            make_request(1, 8, 4),
-            {"resources": RESOURCES},
-            "it needs 2 KV blocks of window 8, but there are 1",
+            "it needs 3 adapter pages, but there are 2",
         ),
         (
             make_request(1, 1, 1, encoder_length=9),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.scheduler_world import generating, make_request
 
 from inflight_scheduler import BlockManager, LlmRequest
+from inflight_scheduler.kv.block_manager import FREE, KEPT, SHARED
 from inflight_scheduler.kv.block_pool import BlockPool
 
 
@@ -23,6 +24,21 @@ def test_story_of_two_tables() -> None:
     assert manager.block_table(1) == ()
     assert manager.allocate(3, 16) == [0, 1, 3, 4]
     manager.check_integrity()
+
+
+def test_owners_tell_who_holds_each_block() -> None:
+    manager = BlockManager(num_blocks=8, tokens_per_block=4, enable_reuse=True)
+    first, second = LlmRequest(1, range(9), 1), LlmRequest(2, range(9), 1)
+    for request in (first, second):
+        manager.attach_prefix(request)
+        manager.allocate(request.request_id, 9)
+        request.move_to_next_context_chunk()
+        manager.store(request)
+    assert manager.owners() == [SHARED, SHARED, 1, 2, FREE, FREE, FREE, FREE]
+    manager.release(first)
+    assert manager.owners() == [2, 2, FREE, 2, FREE, FREE, FREE, FREE]
+    manager.release(second)
+    assert manager.owners() == [KEPT, KEPT, *[FREE] * 6]
 
 
 def test_no_room_changes_nothing() -> None:
@@ -61,18 +77,20 @@ def test_a_block_without_holder_is_neither_dropped_nor_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "tokens_per_block", "window_size", "message"),
+    ("num_blocks", "tokens_per_block", "windows", "message"),
     [
-        (0, 4, None, "num_blocks must be at least 1, not 0"),
-        (3, 0, None, "tokens_per_block must be at least 1, not 0"),
-        (8, 4, 0, "window_size must be at least 1 or None, not 0"),
+        (0, 4, (None,), "num_blocks must be at least 1, not 0"),
+        (3, 0, (None,), "tokens_per_block must be at least 1, not 0"),
+        (8, 4, (None, 0), r"windows must each be at least 1 or None, not \[None, 0\]"),
+        (8, 4, (), "windows must each be"),
+        (8, 4, (8, None), "layers that see all are one group, the first"),
     ],
 )
 def test_what_holds_nothing_is_refused(
-    num_blocks: int, tokens_per_block: int, window_size: int | None, message: str
+    num_blocks: int, tokens_per_block: int, windows: tuple[int | None, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        BlockManager(num_blocks, tokens_per_block, window_size=window_size)
+        BlockManager(num_blocks, tokens_per_block, windows=windows)
 
 
 def test_later_chunks_need_nothing() -> None:
@@ -103,32 +121,28 @@ def ceil(number: int, divisor: int) -> int:
 
 
 def published_one_step(manager: BlockManager, request: LlmRequest, num_steps: int) -> int:
-    """The table of the contract, cut at the window instead of 0 beyond it."""
+    """The table of the contract."""
     size = manager.tokens_per_block
-    window = manager.window_size or 10**9
     num_drafts = request.num_draft_tokens
     if request.is_context_init_state:
-        num_tokens = min(request.prompt_len + min(num_drafts, request.max_new_tokens), window)
+        num_tokens = request.prompt_len + min(num_drafts, request.max_new_tokens)
         full, partial = divmod(num_tokens, size)
         return full + request.beam_width * (partial > 0)
     now = request.num_cached_tokens
     then = now + min(num_steps * (num_drafts + 1), request.num_remaining_tokens)
-    num_blocks = ceil(min(then, window), size) - ceil(min(now, window), size)
-    return request.beam_width * num_blocks
+    return request.beam_width * (ceil(then, size) - ceil(now, size))
 
 
 def published_to_completion(manager: BlockManager, request: LlmRequest) -> int:
     size = manager.tokens_per_block
-    window = manager.window_size or 10**9
-    total = ceil(min(request.prompt_len + request.max_new_tokens, window), size)
-    shared = min(request.prompt_len, window) // size
+    total = ceil(request.prompt_len + request.max_new_tokens, size)
+    shared = request.prompt_len // size
     num_held = manager.num_blocks_of(request.request_id)
     return shared + (total - shared) * request.beam_width - num_held
 
 
 @given(
     tokens_per_block=st.integers(1, 5),
-    window_size=st.none() | st.integers(1, 20),
     num_prompt=st.integers(1, 12),
     max_new=st.integers(1, 10),
     num_generated=st.integers(0, 10),
@@ -137,14 +151,13 @@ def published_to_completion(manager: BlockManager, request: LlmRequest) -> int:
 )
 def test_the_published_rules(
     tokens_per_block: int,
-    window_size: int | None,
     num_prompt: int,
     max_new: int,
     num_generated: int,
     num_drafts: int,
     beam_width: int,
 ) -> None:
-    manager = BlockManager(99, tokens_per_block, window_size=window_size)
+    manager = BlockManager(99, tokens_per_block)
     request = make_request(1, num_prompt, max_new, beam_width=beam_width)
     if 0 < num_generated < max_new:
         generating(request, manager, num_generated)
@@ -176,21 +189,3 @@ def test_what_wrong_drafts_leave_over_is_not_taken_again() -> None:
     request.set_draft_tokens([0, 0, 0, 0, 0])
     assert manager.get_needed_blocks_one_step(request) == 1
     assert manager.get_needed_blocks_one_step(request, two_step_lookahead=True) == 1, "capacity"
-
-
-def test_a_request_that_may_outgrow_the_window_does_not_share() -> None:
-    manager = BlockManager(8, 2, enable_reuse=True, window_size=6)
-    short, long = make_request(1, 4, 2, family=0), make_request(2, 4, 3, family=0)
-    for request in (short, long):
-        assert manager.attach_prefix(request).num_tokens == 0
-        assert manager.allocate(request.request_id, 4) is not None
-        request.move_to_next_context_chunk()
-        request.add_new_token(1)
-        manager.release(request)
-    assert manager.num_idle_blocks == 2, "those of the short one"
-    short, long = make_request(3, 5, 1, family=0), make_request(4, 5, 2, family=0)
-    assert manager.match_prefix(short).num_tokens == 4
-    assert manager.match_prefix(long).num_tokens == 0
-    assert manager.first_missing_key(long) is None
-    assert manager.get_needed_blocks_one_step(long) == 3
-    manager.check_integrity()

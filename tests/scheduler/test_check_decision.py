@@ -124,7 +124,7 @@ BAD: list[Bad] = [
         "pages",
         with_adapters,
         TWO_PAGES,
-        "3 PEFT pages are scheduled, but free PEFT pages is 2",
+        "3 adapter pages are scheduled, but free adapter pages is 2",
     ),
     (
         "slots",

@@ -160,9 +160,9 @@ def test_empty_limits_are_refused(size: int, budget: int | None) -> None:
         (EQUAL, [20, 20], 100, 10, [8, 8]),
         (EQUAL, [20, 20], None, 10, [8, 8]),
         (EQUAL, [20, 2], 3, None, [0, 0]),
-        (FORCE, [20, 3], None, None, [4, 3]),  # even if all would fit
-        (FORCE, [20, 20, 20], 9, None, [4, 4, 0]),
-        (FORCE, [20, 20, 1], 9, None, [4, 4, 1]),
+        (FORCE, [20, 3], None, None, [20, 3]),
+        (FORCE, [20, 20, 20], 9, None, [8, 0, 0]),
+        (FORCE, [20, 20, 1], 9, None, [8, 0, 1]),
         (FORCE, [20, 1], 3, None, [0, 0]),
     ],
 )
@@ -175,6 +175,87 @@ def test_sizes_of_chunks(
 ) -> None:
     chunking = ContextChunking(policy, 4, longest)
     assert chunking.chunks(lengths, [0] * len(lengths), capacity)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "up_to_snapshots", "capacity", "longest", "expected"),
+    [
+        ([20, 9], [16, 9], None, None, [16, 9]),  # even if all would fit
+        ([20, 9], [6, 9], None, None, [6, 9]),  # where a state is kept need not be a whole unit
+        ([20], [16], 16, None, [16]),
+        ([20], [15], 14, None, [12]),  # what is cut is
+        ([20], [16], None, 10, [8]),
+        ([20, 20], [16, 16], 23, None, [16, 4]),
+        ([20, 3], [16, 3], 18, None, [16, 0]),  # nor is a rest taken in part
+        ([4], [4], None, None, [4]),
+        ([20, 20], [16, 16], 3, None, [0, 0]),
+    ],
+)
+def test_chunks_that_end_where_a_state_is_kept(
+    lengths: list[int],
+    up_to_snapshots: list[int],
+    capacity: int | None,
+    longest: int | None,
+    expected: list[int],
+) -> None:
+    """FORCE_CHUNK as TensorRT-LLM's Python scheduler has it."""
+    chunking = ContextChunking(FORCE, 4, longest)
+    num_drafts = [0] * len(lengths)
+    found = chunking.chunks(lengths, num_drafts, capacity, up_to_snapshots=up_to_snapshots)
+    assert found[0] == expected
+
+
+def test_the_next_snapshot_of_a_context_ends_its_chunk() -> None:
+    """Counted from the beginning of the prompt, of which the first tokens may be cached."""
+    chunking = ContextChunking(FORCE, 4)
+    micro_batch = MicroBatchScheduler(
+        8,
+        100,
+        chunking=chunking,
+        count_reusable_tokens=lambda request: 4,
+        snapshot_points=lambda request: (4, 10, 16),
+    )
+    request = make_request(1, 18)
+    found = []
+    while request.context_remaining_length:
+        micro_batch.schedule([request])
+        found.append(request.context_chunk_size)
+        if len(found) == 1:
+            request.context_current_position = 4
+        request.move_to_next_context_chunk()
+    assert found == [6, 6, 2]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "totals", "max_num_tokens", "expected"),
+    [
+        (2, [512], 2048, [[256], [256]]),
+        (4, [1024], 2048, [[256]] * 4),
+        (3, [500], 4096, [[128], [128], [128], [116]]),  # whole units: one chunk more
+        (4, [100], 4096, [[100]]),  # too short for two
+        (16, [200], 4096, [[64], [64], [64], [8]]),
+        (2, [512, 256], 4096, [[256, 128], [256, 128]]),
+        (2, [512], 128, [[128]] * 4),  # the budget cuts as well
+        (1, [512, 60], 2048, [[512, 60]]),
+    ],
+)
+def test_even_chunks_for_a_pipeline(
+    num_stages: int, totals: list[int], max_num_tokens: int, expected: list[list[int]]
+) -> None:
+    """The cases of TensorRT-LLM's tests of the policy, each to the end of its prompts."""
+    chunking = ContextChunking(ContextChunkingPolicy.PIPELINE_AWARE, 64, num_stages=num_stages)
+    micro_batch = MicroBatchScheduler(8, max_num_tokens, chunking=chunking)
+    requests = [make_request(number, total) for number, total in enumerate(totals)]
+    found = []
+    while requests[0].context_remaining_length:
+        contexts, _ = micro_batch.schedule(requests)
+        contexts = sorted(contexts, key=lambda request: request.request_id)
+        found.append([request.context_chunk_size for request in contexts])
+        for request in contexts:
+            request.move_to_next_context_chunk()
+    assert found == expected
+    assert all(request.context_remaining_length == 0 for request in requests)
+    assert micro_batch.schedule([make_request(9, 512)], {9}) == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def _cache_of(world: World) -> Hashable:
     return (
         tuple(tuple(numbers[block_id] for block_id in table) for table in tables),
         len(idle),
-        frozenset((key, numbers[block_id]) for key, block_id in index._key_to_block.items()),
+        frozenset((key, numbers[block_id]) for key, block_id in index._keys_to_blocks[0].items()),
         frozenset((key, numbers[block_id]) for key, block_id in index._beginnings.items()),
     )
 

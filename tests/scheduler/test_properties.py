@@ -19,6 +19,7 @@ POLICIES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.fast(1)
 @POLICIES
 @settings(max_examples=100, deadline=None)
 @given(dice=st.randoms(use_true_random=False))
@@ -62,6 +63,7 @@ def run_crowd(
     assert {request.request_id: request.tokens for request in world.finished} == alone
 
 
+@pytest.mark.fast(1)
 @POLICIES
 @pytest.mark.case(78)
 def test_a_crowd_in_a_pool_of_a_quarter(policy: CapacitySchedulerPolicy) -> None:

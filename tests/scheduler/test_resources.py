@@ -1,4 +1,4 @@
-"""Further resources (contract 4.2): cross blocks, PEFT pages, window pools, and what bypasses."""
+"""Further resources (contract 4.2): cross blocks, pages of adapters, window pools, bypasses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from support.scheduler_world import generating, ids, make_request
 from inflight_scheduler import (
     POLICIES,
     ActiveRequests,
+    AnswerRoom,
     BlockManager,
     CapacityScheduler,
     CapacitySchedulerPolicy,
@@ -29,7 +30,6 @@ from inflight_scheduler import (
     StaticBatchScheduler,
     WaitCode,
     WaitReason,
-    WindowBlocks,
     explain,
     make_scheduler,
 )
@@ -131,17 +131,6 @@ class TestMaxUtilization:
         requests = [with_adapter(1, 2), with_adapter(2, 3), with_adapter(3, None)]
         assert ids(*scheduler.schedule_request(requests)) == ([1], [])
 
-    @pytest.mark.parametrize("windows", [(8,), (None, 8)])
-    def test_every_window_needs_room(self, windows: Sequence[int | None]) -> None:
-        manager = BlockManager(16, 4)
-        further = [WindowBlocks(BlockManager(2, 4, window_size=size)) for size in windows]
-        requests = [generating(make_request(i, 4, 4), manager) for i in (1, 2)]
-        for request in requests:
-            for pool in further:
-                assert pool.block_manager.allocate(request.request_id, 4) is not None
-        scheduler = MaxUtilizationScheduler(8, manager, resources=further)
-        assert ids(*scheduler.schedule_request(requests)) == ([1], [2])
-
     def test_an_encoder_is_rejected(self) -> None:
         manager, cross = BlockManager(4, 4), CrossBlocks(BlockManager(4, 4))
         with pytest.raises(ValueError, match="cannot run a model with an encoder"):
@@ -161,6 +150,20 @@ class TestEncoder:
         for request in requests:
             request.finish_encoder()
         assert ids(*scheduler.schedule_request(requests, ())) == ([1], [], [])
+
+    def test_room_for_its_answer_is_not_waited_for_by_contexts(self) -> None:
+        """6 of 10 tokens are taken: the first, which has come late and is urgent, does not fit."""
+        resources: list[Resource] = [
+            CrossBlocks(BlockManager(4, 4)),
+            AnswerRoom(10, lambda: 6),
+        ]
+        scheduler = make_scheduler(
+            GUARANTEED, BlockManager(8, 4), max_batch_size=8, max_num_tokens=99, resources=resources
+        )
+        requests = [with_encoder(1, 5), context_after_encoder(2, 6), with_encoder(3, 4)]
+        requests.append(with_encoder(4, 1))
+        assert ids(*scheduler.schedule_request(requests, ())) == ([3, 2], [], [])
+        assert explain(scheduler, requests)[4].code is WaitCode.RESOURCE
 
     def test_its_adapter_must_be_there(self) -> None:
         cross = CrossBlocks(BlockManager(2, 4))
@@ -317,7 +320,7 @@ def test_reasons_of_requests_that_are_passed_over() -> None:
     )
     requests = [with_adapter(1, 2), with_adapter(2, 3), with_adapter(3, 3), with_adapter(4, None)]
     reasons = explain(scheduler, requests)
-    lacking = WaitReason(WaitCode.RESOURCE, 3, 1, resource="PEFT pages")
+    lacking = WaitReason(WaitCode.RESOURCE, 3, 1, resource="adapter pages")
     assert reasons == {2: lacking, 3: lacking}
 
 
@@ -341,12 +344,13 @@ def test_adapters_stand_together_among_the_cut_and_among_the_last_chunks() -> No
 
 
 def test_the_short_way_is_for_blocks_and_our_own_rules_only() -> None:
-    manager, windowed = BlockManager(8, 4), BlockManager(8, 4, window_size=8)
+    manager = BlockManager(8, 4)
     micro_batch = MicroBatchScheduler(8)
     assert is_applicable(GuaranteedNoEvictScheduler(8, manager), micro_batch)
     with_pages = GuaranteedNoEvictScheduler(8, manager, resources=[pages(1)])
-    assert not is_applicable(with_pages, micro_batch)
-    assert not is_applicable(GuaranteedNoEvictScheduler(8, windowed), micro_batch)
+    assert is_applicable(with_pages, micro_batch), "requests with adapters are found out later"
+    with_cross = GuaranteedNoEvictScheduler(8, manager, resources=[CrossBlocks(manager)])
+    assert not is_applicable(with_cross, micro_batch)
     from_encoders = LlmRequestState.ENCODER_INIT
     gated = GuaranteedNoEvictScheduler(8, manager, no_schedule_until_state=from_encoders)
     assert not is_applicable(gated, micro_batch)
@@ -363,12 +367,6 @@ def test_the_short_way_is_for_blocks_and_our_own_rules_only() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    reusing = BlockManager(8, 4, enable_reuse=True)
-    with pytest.raises(ValueError, match="enable_reuse needs a uniform attention window"):
-        WindowBlocks(reusing)
-    further = WindowBlocks(BlockManager(8, 4, window_size=8))
-    with pytest.raises(ValueError, match="pools for None and 8 tokens"):
-        GuaranteedNoEvictScheduler(8, reusing, resources=[further])
     with pytest.raises(ValueError, match="resources need a block_manager"):
         make_scheduler(STATIC, None, max_batch_size=8, resources=[pages(1)])
     with pytest.raises(ValueError, match="num_pages must be at least 1, not 0"):

@@ -33,6 +33,7 @@ def test_values_of_the_published_enums() -> None:
         ("FIRST_COME_FIRST_SERVED", 0),
         ("EQUAL_PROGRESS", 1),
         ("FORCE_CHUNK", 2),
+        ("PIPELINE_AWARE", 3),
     ]
 
 

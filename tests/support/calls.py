@@ -21,7 +21,7 @@ from inflight_protocol import tensors as protocol_tensors
 
 WAIT_SECONDS = 60.0
 _TYPES = {"i": np.int32, "u": np.uint64, "f": np.float32, "b": np.bool_}
-_SENT_AS_THEY_ARE = frozenset({"int32", "uint32", "uint64", "float32", "bool", "object"})
+_SENT_AS_THEY_ARE = frozenset({"int32", "uint32", "uint64", "float16", "float32", "bool", "object"})
 
 Tensors = dict[str, Any]
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from inflight_backend.engine import Engine
 from inflight_scheduler import (
     NO_OUTPUTS,
+    AdapterAssignment,
     BlockAssignment,
     ContextChunk,
     OutputParams,
@@ -32,11 +33,12 @@ class Job:
     min_end_position: int = 0
     slot: int | None = None
     num_cached: int = 0
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)  # of each group, -1 for those given back
     generated: list[int] = field(default_factory=list)
     has_drawn: bool = False  # since it got its slot
     outputs: OutputParams = NO_OUTPUTS
     is_verified: bool = True  # the engine knows how far it has come
+    adapter: int = -1  # its place
 
     @property
     def tokens(self) -> list[int]:
@@ -86,12 +88,14 @@ class EngineDriver:
         generations = [job for job in generations if job not in runs]
         assert all(job.is_generating for job in (*runs, *generations))
         setups: list[SlotSetup] = []
+        adapters: list[AdapterAssignment] = []
         new_blocks: list[BlockAssignment] = []
         plan, takers = [], []
         for job, length in chunks.items():
             if job.slot is None:
                 job.slot = self.free_slots.pop()
                 setups.append(job.setup(job.slot))
+                adapters.append(AdapterAssignment(job.slot, job.adapter))
             end = job.num_cached + length if length else len(job.tokens)
             is_last = end == len(job.tokens)
             text = tuple(job.tokens[job.num_cached : end])
@@ -120,6 +124,7 @@ class EngineDriver:
             tuple(slots),
             draft_runs=tuple(draft_runs),
             verified=tuple(verified),
+            adapters=tuple(adapters),
         )
         tokens = self.engine.execute(batch)
         self._take([*takers, *runs, *generations], batch, tokens)
@@ -142,7 +147,8 @@ class EngineDriver:
         """Take slot and blocks away: the end of a job, or a pause."""
         assert job.slot is not None
         self.free_slots.append(job.slot)
-        self.free_blocks = job.blocks + self.free_blocks
+        held = [block for table in job.blocks for block in table if block >= 0]
+        self.free_blocks = held + self.free_blocks
         job.slot, job.num_cached, job.blocks, job.has_drawn = None, 0, [], False
         job.is_verified = True
 
@@ -162,11 +168,20 @@ class EngineDriver:
         return [job.generated for job in jobs]
 
     def _grow(self, job: Job, num_tokens: int, new_blocks: list[BlockAssignment]) -> int:
-        """Blocks for ``num_tokens`` tokens, which are cached then; returns the slot."""
+        """Blocks for ``num_tokens`` tokens, which are cached then; returns the slot.
+
+        Those behind windows are given back before, and taken again first.
+        """
         assert job.slot is not None
-        while len(job.blocks) * self.engine.tokens_per_block < num_tokens:
-            block = self.free_blocks.pop(0)
-            new_blocks.append(BlockAssignment(job.slot, len(job.blocks), block))
-            job.blocks.append(block)
+        size = self.engine.tokens_per_block
+        job.blocks = job.blocks or [[] for _ in self.engine.windows]
+        for group, (window, table) in enumerate(zip(self.engine.windows, job.blocks, strict=True)):
+            num_behind = 0 if window is None else max(job.num_cached - window + 1, 0) // size
+            self.free_blocks[:0] = [block for block in table[:num_behind] if block >= 0]
+            table[:num_behind] = [-1] * min(num_behind, len(table))
+            while len(table) * size < num_tokens:
+                block = self.free_blocks.pop(0)
+                new_blocks.append(BlockAssignment(job.slot, len(table), block, group))
+                table.append(block)
         job.num_cached = num_tokens
         return job.slot

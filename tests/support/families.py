@@ -7,11 +7,16 @@ lengths that a prompt passes.
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from inflight_backend.models.checkpoint_files import JsonReader
+from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.families.registry import FAMILIES, read_family
 
 VOCAB_SIZE = 97
 _LLAMA3 = {
@@ -224,6 +229,27 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_double_wide_mlp": True,
         },
     ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "num_hidden_layers": 6,
+            "layer_types": [*_types(4, 2), "sliding_attention", "full_attention"],
+            "intermediate_size": [112, 112, 96, 112, 112, 80],
+            "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0, 0.0, 0.9],
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "num_kv_shared_layers": 2,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "laurel_rank": 8,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "gemma4-moe": (
         "gemma4_text",
         {
@@ -242,6 +268,7 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi": ("phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
+    "phi-qk": ("phi", {"qk_layernorm": True}),
     "phi3": ("phi3", {"sliding_window": None}),
     "phi3-window": ("phi3", {"sliding_window": 7, "partial_rotary_factor": 0.5}),
     "phi3-longrope": (
@@ -272,6 +299,7 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {
             "head_dim": 16,
+            "intermediate_size": 96,
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
             "sliding_window": 6,
@@ -282,6 +310,18 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "gpt2",
         {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 256, "n_inner": None},
+    ),
+    "gpt2-scaled": (
+        "gpt2",
+        {
+            "n_embd": 64,
+            "n_head": 4,
+            "n_layer": 3,
+            "n_positions": 256,
+            "activation_function": "relu",
+            "scale_attn_weights": False,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
     ),
     "gptj": (
         "gptj",
@@ -324,6 +364,7 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "opt": ("opt", {"ffn_dim": 112, "word_embed_proj_dim": 64}),
     "opt-350m": ("opt", {"ffn_dim": 112, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "opt-bare": ("opt", {"ffn_dim": 112, "layer_norm_elementwise_affine": False}),
     "falcon-7b": (
         "falcon",
         {
@@ -523,7 +564,7 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         dict(
             q_lora_rank=24,
-            kv_lora_rank=16,
+            kv_lora_rank=24,
             qk_nope_head_dim=12,
             qk_rope_head_dim=8,
             v_head_dim=10,
@@ -531,19 +572,50 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             n_routed_experts=8,
             n_shared_experts=1,
             num_experts_per_tok=3,
+            mlp_layer_types=["sparse", "dense", "sparse"],
             routed_scaling_factor=1.5,
             **_MOE,
         ),
     ),
+    "mistral4": (
+        "mistral4",
+        dict(
+            q_lora_rank=24,
+            kv_lora_rank=16,
+            qk_nope_head_dim=12,
+            qk_rope_head_dim=8,
+            v_head_dim=10,
+            num_key_value_heads=4,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.5,
+            rope_parameters=dict(
+                _YARN,
+                llama_4_scaling_beta=0.3,
+                original_max_position_embeddings=8,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                beta_fast=32,
+                beta_slow=1,
+            ),
+            **_MOE,
+        ),
+    ),
+    "nanochat": ("nanochat", {}),
+    "nanochat-uncapped": ("nanochat", {"final_logit_softcapping": None, "hidden_act": "gelu"}),
     "youtu": (
         "youtu",
         {
             "q_lora_rank": 24,
-            "kv_lora_rank": 16,
+            "kv_lora_rank": 264,
             "qk_nope_head_dim": 12,
             "qk_rope_head_dim": 8,
             "v_head_dim": 10,
             "num_key_value_heads": 4,
+            "mlp_bias": True,
         },
     ),
     "exaone4": (
@@ -574,6 +646,7 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5_moe": (
         "ernie4_5_moe",
         dict(
+            use_bias=True,
             moe_num_experts=6,
             moe_k=2,
             moe_num_shared_experts=1,
@@ -592,6 +665,10 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                 "rope_theta": 1e4,
                 "alpha": 4.0,
                 "factor": 1.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
             },
         },
     ),
@@ -600,7 +677,7 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "num_experts": 6, "moe_topk": 2, "num_shared_expert": 1},
     ),
     "seed_oss": ("seed_oss", {"head_dim": 20, "attention_bias": True, "attention_out_bias": False}),
-    "apertus": ("apertus", {}),
+    "apertus": ("apertus", {"mlp_bias": True}),
     "arcee": ("arcee", {}),
     "helium": ("helium", {"head_dim": 16}),
     "llama4": (
@@ -685,6 +762,24 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "dbrx-plain": (
+        "dbrx",
+        {
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 3,
+            "max_seq_len": 256,
+            "attn_config": {"kv_n_heads": 1, "clip_qkv": 2.0, "rope_theta": 1e4},
+            "ffn_config": {
+                "ffn_act_fn": {"name": "gelu"},
+                "ffn_hidden_size": 24,
+                "moe_num_experts": 6,
+                "moe_top_k": 2,
+                "moe_normalize_expert_weights": None,
+                "hidden_size": 64,
+            },
+        },
+    ),
     "biogpt": ("biogpt", {}),
     "xglm": (
         "xglm",
@@ -724,7 +819,16 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"rope_parameters": _MROPE},
     "qwen3_vl": {},
     "qwen3_5": _DELTA | {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.5}},
-    "qwen3_vl_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "qwen3_5_moe": _DELTA
+    | {
+        "rope_parameters": _MROPE | {"partial_rotary_factor": 0.5},
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "llava_next": {},
+    "qwen3_vl_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 """``model_type`` of a multimodal model -> what its ``text_config`` adds to the small one."""
 
@@ -760,18 +864,41 @@ _SMALL_VISION = {
 }
 
 
-@cache
-def write_family(folder: Path, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the checkpoint of a variant; tokens [40] and the logits [40, vocab] of transformers."""
+def make_config(name: str, **settings: Any) -> Any:
+    """The configuration of a variant in transformers; ``settings`` are beside those of the
+    variant."""
     import transformers
 
     model_type, changes = FAMILY_VARIANTS[name]
-    config = transformers.AutoConfig.for_model(model_type, **{**_SMALL, **changes})
+    return transformers.AutoConfig.for_model(model_type, **{**_SMALL, **changes, **settings})
+
+
+def read_config(name: str) -> ModelConfig:
+    """What is read of a variant's configuration, with all keys that transformers knows."""
+    return read_family(JsonReader(config_values(make_config(name)), "config.json"))
+
+
+def config_values(config: Any) -> dict[str, Any]:
+    """All that config.json may say of it."""
+    architectures = {kind: name for name, each in FAMILIES.items() for kind in each.model_types}
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values | {"architectures": [architectures[config.model_type]]}
+
+
+@cache
+def write_family(folder: Path, name: str, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the checkpoint of a variant; tokens [40] and the logits [40, vocab] of transformers.
+    ``settings`` are beside those of the variant."""
+    import transformers
+
+    model_type, config = FAMILY_VARIANTS[name][0], make_config(name, **settings)
     torch.manual_seed(0)
     # transformers' eager Falcon adds ALiBi twice; others have no fused attention.
     attention = "sdpa" if model_type == "falcon" else "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    return _write(folder, model)
+    make = transformers.AutoModelForCausalLM.from_config
+    if model_type == "mistral4":  # known to the Auto class as a part of Mistral 3 only
+        make = transformers.Mistral4ForCausalLM._from_config
+    return _write(folder, make(config, attn_implementation=attention))
 
 
 def _write(folder: Path, model: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +25,7 @@ TOKENIZER = DEMO_MODEL / "tokenizer.json"
 VOCAB_SIZE, END = 270, 1  # some ids more than the tokenizer has
 JSON = Guide(GuideType.JSON)
 REGEX, SCHEMA, EBNF = GuideType.REGEX, GuideType.JSON_SCHEMA, GuideType.EBNF_GRAMMAR
+TAG = GuideType.STRUCTURAL_TAG
 
 
 MANY_WAYS = json.dumps(
@@ -122,13 +124,13 @@ class HeldCompiler:
         self.error: BaseException | None = None
         self._to_grammar = matchers.to_grammar
 
-    def to_grammar(self, guide: Guide) -> str:
+    def to_grammar(self, guide: Guide, special: Mapping[str, int]) -> str:
         """In place of the function of that name."""
         self.begun.append(guide.text)
         assert self.go_on.wait(WAIT)
         if self.error is not None:
             raise self.error
-        return self._to_grammar(guide)
+        return self._to_grammar(guide, special)
 
 
 def accepts(guide: Guide, text: str) -> bool:

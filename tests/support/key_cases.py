@@ -11,17 +11,20 @@ from collections.abc import Callable, Iterator
 import torch
 from support.compile_recorder import record_keys
 
-from inflight_kernels.ops.adjust_logits import adjust_logits
-from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams, ban_words
-from inflight_kernels.ops.copy_blocks import copy_blocks
-from inflight_kernels.ops.invariant_linear import invariant_linear
-from inflight_kernels.ops.mask_logits import mask_logits
-from inflight_kernels.ops.paged_attention_context import paged_attention_context
-from inflight_kernels.ops.paged_attention_generation import paged_attention_generation
-from inflight_kernels.ops.quantize_fp8 import quantize_fp8
+from inflight_kernels.ops.attention.copy_blocks import copy_blocks
+from inflight_kernels.ops.attention.delta_step import delta_step
+from inflight_kernels.ops.attention.paged_attention_context import paged_attention_context
+from inflight_kernels.ops.attention.paged_attention_generation import paged_attention_generation
+from inflight_kernels.ops.attention.rope_write_kv import rope_write_kv
+from inflight_kernels.ops.linear.invariant_linear import invariant_linear
+from inflight_kernels.ops.linear.quantize_fp8 import quantize_fp8
+from inflight_kernels.ops.linear.quantize_int8 import quantize_int8
+from inflight_kernels.ops.linear.quantized_linear import Tile, prepare, quantized_linear
 from inflight_kernels.ops.rms_norm import add_rms_norm_fp8
-from inflight_kernels.ops.rope_write_kv import rope_write_kv
-from inflight_kernels.ops.sample import sample
+from inflight_kernels.ops.sampling.adjust_logits import adjust_logits
+from inflight_kernels.ops.sampling.ban_tokens import ban_repeated_ngrams, ban_words
+from inflight_kernels.ops.sampling.mask_logits import mask_logits
+from inflight_kernels.ops.sampling.sample import sample
 from inflight_kernels.ops.silu_mul import silu_mul
 
 _INT32, _INT64 = torch.int32, torch.int64
@@ -84,6 +87,12 @@ def _copy(step: Step) -> None:
         copy_blocks(cache, cache, ids.to("meta"), ids.to("meta"))
 
 
+def _delta(step: Step) -> None:
+    few, value = torch.empty(step.num_rows, 2, 16), torch.empty(step.num_rows, 4, 16)
+    gates, slots = torch.empty(step.num_rows, 4), step.places(step.num_rows)
+    delta_step(few, few, value, gates, gates, torch.empty(9, 4, 16, 16), slots, 1e-6)
+
+
 def _sample(step: Step) -> None:
     logits, ids = torch.empty(step.num_rows, _VOCABULARY), step.ids(step.num_rows)
     numbers, places = step.small(step.num_rows, 6)[:, 1], step.places(step.num_rows)
@@ -119,17 +128,34 @@ def _per_token(step: Step) -> None:
     invariant_linear(x, torch.empty(32, 64))
 
 
+def _quantized(step: Step) -> None:
+    """With the tile of few tokens, whose columns are split."""
+    x, tile = torch.empty(step.num_rows, 256), Tile(16, 64, 32, 2, 4, 4)
+    weight = prepare(torch.empty(64, 128, dtype=torch.uint8), torch.empty(64, 2), group_size=128)
+    quantized_linear(x, weight, tile=tile)
+    quantize_int8(x)
+
+
+def _quantized_experts(step: Step) -> None:
+    x, tile = torch.empty(step.num_rows, 256), Tile(16, 64, 32, 1, 4, 4)
+    weight = prepare(torch.empty(64, 128, dtype=torch.uint8), torch.empty(64, 2), group_size=128)
+    quantized_linear(x, weight, starts=step.ids(5), tile=tile)
+
+
 OPS: tuple[Callable[[Step], None], ...] = (
     _context,
     _generation,
     _generation_fp8,
     _rope,
     _copy,
+    _delta,
     _sample,
     _adjust,
     _ban,
     _mask,
     _per_token,
+    _quantized,
+    _quantized_experts,
 )
 
 

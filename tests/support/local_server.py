@@ -95,6 +95,8 @@ class LocalTriton:
             yield from self._why(arrival)
         elif values.get("ready"):
             yield from self._ready(arrival)
+        elif values.get("live"):
+            yield self._live(values)
         elif values.get("recording"):
             yield {"recording": ['{"inflight_recording": 1}\n']}
         elif "input_ids" in values:
@@ -128,6 +130,15 @@ class LocalTriton:
         if self.refusal:
             raise ModelError(self.refusal)
         yield {}
+
+    @staticmethod
+    def _live(values: Tensors) -> Tensors:
+        since = str(values["live_since"] or "0")
+        if since == "broken":
+            raise ModelError("the state of the server could not be put together")
+        blocks = {"blocks": [[1, 2], [-1, 6]]} if values["live_blocks"] else {}
+        answer = {"cursor": str(int(since) + 1), "cost_us": 100, "since": since, **blocks}
+        return {"live": [json.dumps(answer)]}
 
     def _why(self, arrival: Arrival) -> Iterator[Tensors]:
         if arrival.request_id == "silent":

@@ -42,10 +42,15 @@ class PagedCache:
             self.key.nan_to_num(), self.value.nan_to_num(), self.block_tables, self.lengths
         )
 
-    def in_fp8(self, key_scale: float, value_scale: float) -> tuple[PagedCache, PagedCache]:
-        """The same in e4m3 divided by the scales, and what reading that with them gives."""
-        key = (self.key / key_scale).to(torch.float8_e4m3fn)
-        value = (self.value / value_scale).to(torch.float8_e4m3fn)
+    def narrowed(
+        self, dtype: torch.dtype, key_scale: float, value_scale: float
+    ) -> tuple[PagedCache, PagedCache]:
+        """The same in e4m3 or int8, divided by the scales, and what reading that with them
+        gives."""
+        key, value = self.key / key_scale, self.value / value_scale
+        if dtype == torch.int8:
+            key, value = (each.round().clamp(-128, 127) for each in (key, value))
+        key, value = key.to(dtype), value.to(dtype)
         rest = (self.block_tables, self.lengths)
         read_back = PagedCache(key.float() * key_scale, value.float() * value_scale, *rest)
         return PagedCache(key, value, *rest), read_back

@@ -31,18 +31,31 @@ class Scheme:
 
 
 def write_quantized(
-    plain: Path, folder: Path, scheme: Scheme, pattern: re.Pattern[str] = _LINEAR
+    plain: Path,
+    folder: Path,
+    scheme: Scheme,
+    pattern: re.Pattern[str] = _LINEAR,
+    *,
+    is_transposed: bool = False,
 ) -> tuple[Path, Path]:
     """Two copies of a checkpoint in one file, with the weights of ``pattern`` quantised and as
-    plain numbers of the same values."""
+    plain numbers of the same values. ``is_transposed``: the plain ones are [inputs, outputs], or
+    stacked ones are not."""
     quantised, expected = folder / "quantised", folder / "expected"
     of_quantised: dict[str, Tensor] = {}
     of_expected: dict[str, Tensor] = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         if pattern.fullmatch(name):
             module = name.removesuffix(".weight")
-            tensors, wide = scheme.make(module, tensor)
-            of_quantised |= {f"{module}.{end}": each for end, each in tensors.items()}
+            dot = "." if name != module else "_"
+            if tensor.dim() == 3:
+                tensors, wide = _of_all_experts(scheme.make, module, tensor, not is_transposed)
+            else:
+                tensors, wide = scheme.make(module, tensor.t() if is_transposed else tensor)
+                wide = wide.t() if is_transposed else wide
+            of_quantised |= {f"{module}{dot}{end}": each for end, each in tensors.items()}
+            if dot == "_" and "weight" in tensors:
+                of_quantised[name] = of_quantised.pop(f"{name}_weight")
             of_expected[name] = wide.float()
         else:
             of_quantised[name] = of_expected[name] = tensor
@@ -53,6 +66,24 @@ def write_quantized(
         save_file(contiguous, target / "model.safetensors")
     set_quantization(quantised, scheme.config)
     return quantised, expected
+
+
+def _of_all_experts(make: Make, module: str, weights: Tensor, is_turned: bool) -> Made:
+    """The same of stacked weights [E, inputs, outputs] if ``is_turned``, else [E, outputs, inputs].
+    Blocks of gpt-oss and their scales are never turned."""
+    made = [
+        make(f"{module}.{index}", each.t() if is_turned else each)
+        for index, each in enumerate(weights)
+    ]
+    tensors = {end: torch.stack([each[0][end] for each in made]) for end in made[0][0]}
+    wide = torch.stack([each for _, each in made])
+    if not is_turned:
+        return tensors, wide
+    if "blocks" not in tensors:
+        tensors = {
+            end: each.transpose(1, 2) if each.dim() == 3 else each for end, each in tensors.items()
+        }
+    return tensors, wide.transpose(1, 2)
 
 
 def set_quantization(folder: Path, config: dict[str, Any]) -> None:
@@ -66,7 +97,7 @@ def compressed(
     format: str, bits: int = 8, strategy: str = "channel", **weights: Any
 ) -> dict[str, Any]:
     """``quantization_config`` of compressed-tensors with one group for all linears."""
-    kind = "float" if format.startswith("float") else "int"
+    kind = "float" if format.startswith(("float", "mxfp", "nvfp")) else "int"
     numbers = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
@@ -248,6 +279,106 @@ def gptq(
     return make
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+"""Of FP4, the numbers without a sign."""
+
+
+def _fp4(weight: Tensor, size: int, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes [rows, columns / 2] and what they stand for, with scales [rows, groups]."""
+    scaled = weight.view(len(weight), -1, size) / scales[..., None]
+    codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
+    wide = (E2M1[codes] * scaled.sign() * scales[..., None]).view(weight.shape)
+    codes = (codes + 8 * (scaled < 0)).view(weight.shape)
+    return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8), wide
+
+
+def mxfp4(values: str, scales: str) -> Make:
+    """Scales that are powers of two, for 32 columns each, under those names."""
+
+    def make(_: str, weight: Tensor) -> Made:
+        rows, columns = weight.shape
+        exponents = weight.reshape(rows, -1, 32).abs().amax(2).log2().floor() - 2
+        packed, wide = _fp4(weight.contiguous(), 32, exponents.exp2())
+        if values == "blocks":
+            packed = packed.view(rows, columns // 32, 16)
+        return {values: packed, scales: (exponents + 127).to(torch.uint8)}, wide
+
+    return make
+
+
+def nvfp4(values: str, scale: str, *, divides: bool) -> Make:
+    """Scales in FP8 for 16 columns each, and one of the weight, under those names."""
+
+    def make(_: str, weight: Tensor) -> Made:
+        groups = weight.reshape(len(weight), -1, 16).abs().amax(2) / 6
+        whole = groups.max() / 448
+        scales = (groups / whole).to(FP8)
+        packed, wide = _fp4(weight.contiguous(), 16, scales.float() * whole)
+        found = (1 / whole).reshape(1) if divides else whole
+        tensors = {values: packed, "weight_scale": scales, scale: found}
+        return tensors | {"input_scale" if divides else "input_global_scale": torch.ones(1)}, wide
+
+    return make
+
+
+NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+])  # fmt: skip
+
+
+def nf4(*, has_double: bool) -> Make:
+    """Blocks of 64 numbers, across rows; ``has_double``: their scales are quantised."""
+
+    def make(_: str, weight: Tensor) -> Made:
+        flat = weight.flatten()
+        blocks = functional.pad(flat, (0, -len(flat) % 64)).view(-1, 64)
+        scales = blocks.abs().amax(1)
+        state = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape)}
+        tensors = {"weight.quant_map": NF4.clone(), "weight.absmax": scales}
+        if has_double:
+            table, offset = torch.linspace(-1, 1, 256), float(scales.mean())
+            outer = (scales - offset).abs().view(-1, 1).amax(0)  # less than 256 of them
+            codes = ((scales - offset)[:, None] / outer - table).abs().argmin(1)
+            scales = table[codes] * outer + offset
+            state |= {"nested_blocksize": 256 * len(codes), "nested_offset": offset}
+            tensors |= {
+                "weight.absmax": codes.to(torch.uint8),
+                "weight.nested_absmax": outer,
+                "weight.nested_quant_map": table,
+            }
+        codes = (blocks[..., None] / scales[:, None, None] - NF4).abs().argmin(-1)
+        wide = (NF4[codes] * scales[:, None]).flatten()[: len(flat)].view(weight.shape)
+        codes = codes.flatten()[: len(flat)]
+        said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        return tensors | {
+            "weight": (16 * codes[::2] + codes[1::2]).to(torch.uint8)[:, None],
+            "weight.quant_state.bitsandbytes__nf4": said,
+        }, wide
+
+    return make
+
+
+def bnb8(_: str, weight: Tensor) -> Made:
+    """A scale for each row: its largest number."""
+    largest = weight.abs().amax(1)
+    values = (weight / largest[:, None] * 127).round().to(torch.int8)
+    tensors = {"weight": values, "SCB": largest, "weight_format": torch.tensor(0).to(torch.uint8)}
+    return tensors, values.float() * largest[:, None] / 127
+
+
+def mxfp8(_: str, weight: Tensor) -> Made:
+    """The same in FP8. (Of numbers above 448 torch 2.11 makes NaN, and later ones 448.)"""
+    groups = weight.view(len(weight), -1, 32)
+    exponents = groups.abs().amax(2).log2().floor() - 8
+    values = (groups / exponents.exp2()[..., None]).clamp(-448, 448).to(FP8)
+    wide = (values.float() * exponents.exp2()[..., None]).view(weight.shape)
+    scales = (exponents + 127).to(torch.uint8)
+    return {"weight": values.view(weight.shape), "weight_scale": scales}, wide
+
+
 _AWQ = {
     "quant_method": "awq",
     "bits": 4,
@@ -312,12 +443,90 @@ SCHEMES = {
     ),
 }
 """By names of their own; those in FP8."""
+_MX: dict[str, Any] = {"group_size": 32, "scale_dtype": "torch.uint8"}
+SCHEMES |= {
+    "ct-mxfp8": Scheme(mxfp8, compressed("mxfp8-quantized", strategy="group", **_MX)),
+    "ct-nvfp4": Scheme(
+        nvfp4("weight_packed", "weight_global_scale", divides=True),
+        with_inputs(
+            compressed(
+                "nvfp4-pack-quantized",
+                4,
+                "tensor_group",
+                group_size=16,
+                scale_dtype="torch.float8_e4m3fn",
+                zp_dtype="torch.float8_e4m3fn",
+            ),
+            type="float",
+            strategy="tensor_group",
+            dynamic="local",
+            group_size=16,
+        ),
+    ),
+    "modelopt-nvfp4": Scheme(
+        nvfp4("weight", "weight_scale_2", divides=False),
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "config_groups": {
+                "group_0": {
+                    "input_activations": {"num_bits": 4, "type": "float", "group_size": 16},
+                    "weights": {"num_bits": 4, "type": "float", "group_size": 16},
+                    "targets": ["Linear"],
+                }
+            },
+            "ignore": ["lm_head", "model.layers.0.mlp.gate*"],
+            "producer": {"name": "modelopt", "version": "0.47"},
+        },
+    ),
+    "ct-mxfp4": Scheme(
+        mxfp4("weight_packed", "weight_scale"),
+        compressed("mxfp4-pack-quantized", 4, "group", **_MX),
+    ),
+}
+_BITSANDBYTES: dict[str, Any] = {
+    "_load_in_4bit": True,
+    "_load_in_8bit": False,
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+    "llm_int8_skip_modules": ["lm_head"],
+    "llm_int8_threshold": 6.0,
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "quant_method": "bitsandbytes",
+}
+SCHEMES |= {
+    "bnb-nf4": Scheme(nf4(has_double=False), _BITSANDBYTES),
+    "bnb-nf4-double": Scheme(nf4(has_double=True), _BITSANDBYTES),
+    "bnb-8": Scheme(bnb8, {**_BITSANDBYTES, "load_in_4bit": False, "load_in_8bit": True}),
+}
+GPT_OSS = Scheme(
+    mxfp4("blocks", "scales"),
+    {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+)
+"""Of its experts alone."""
 _INT8_INPUTS = {"type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
 W8A8 = Scheme(int8_rows, with_inputs(compressed("int-quantized"), **_INT8_INPUTS))
 """What linears read is rounded, too."""
 SCHEMES |= {
     "ct-w8a16": Scheme(int8_rows, compressed("int-quantized")),
     "ct-w8a16-packed": Scheme(packed(8, None), compressed("pack-quantized")),
+    "ct-w8a16-asymmetric": Scheme(
+        packed(8, None, is_symmetric=False), compressed("pack-quantized", symmetric=False)
+    ),
     "ct-w8a16-groups": Scheme(
         packed(8, 64, is_symmetric=False),
         compressed("pack-quantized", strategy="group", group_size=64, symmetric=False),
@@ -344,4 +553,8 @@ SCHEMES |= {
     "gptq-asymmetric": Scheme(gptq(32, is_symmetric=False), {**_GPTQ, "sym": False}),
     "gptq-order": Scheme(gptq(32, has_order=True), {**_GPTQ, "desc_act": True}),
     "gptq-8": Scheme(gptq(32, bits=8), {**_GPTQ, "bits": 8}),
+    "gptq-8-order": Scheme(
+        gptq(32, bits=8, is_symmetric=False, has_order=True),
+        {**_GPTQ, "bits": 8, "sym": False, "desc_act": True},
+    ),
 }

@@ -84,9 +84,19 @@ class RecordedWorld:
             settings.tokens_per_block,
             enable_reuse=settings.enable_reuse,
             may_copy_blocks=settings.may_copy_blocks,
+            windows=settings.windows,
+            max_chunk_tokens=settings.max_chunk_tokens,
+            max_drafts=settings.max_drafts,
+            num_snapshots=settings.num_snapshots,
         )
         self.active = ActiveRequests(self.manager, settings.priority_span)
-        self.planner = BatchPlanner(self.manager, settings.max_batch_size, self.active, max_beams)
+        self.planner = BatchPlanner(
+            self.manager,
+            settings.max_batch_size,
+            self.active,
+            max_beams,
+            settings.make_cross_blocks(),
+        )
         self.scheduler = scheduler or scheduler_of(settings.policy, settings, self.planner)
         self.clock = Clock()
         self.recorder = FlightRecorder(
@@ -106,6 +116,12 @@ class RecordedWorld:
         self._fault = ""
         self._decision: Lists = ([], [], [])
         self._candidates: dict[int, list[Candidate]] = {}
+
+    def place_adapters(self, batch: ScheduledBatch) -> ScheduledBatch:
+        return batch
+
+    def forget_adapters(self) -> None:
+        pass
 
     def arrive(self, request: LlmRequest, came_ns: int | None = None) -> None:
         """Make ``request`` active."""
@@ -341,7 +357,7 @@ def play(
     """
     rng = random.Random(seed)
     world = world or RecordedWorld(settings)
-    longest = settings.num_blocks * settings.tokens_per_block
+    longest = settings.num_blocks * settings.tokens_per_block // len(settings.windows)
     if settings.max_num_tokens is not None and settings.chunking is None:
         longest = min(longest, settings.max_num_tokens)
     next_id = 1

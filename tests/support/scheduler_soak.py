@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from support.fake_engine import VOCAB_SIZE, beams_alone, tokens_alone
+from support.fake_engine import VOCAB_SIZE, beams_alone, sight_of, tokens_alone
 from support.overlapped_world import MixedWorld
 from support.scheduler_world import Decision, make_request
 
@@ -24,7 +24,6 @@ from inflight_scheduler import (
     LlmRequest,
     PeftPages,
     Resource,
-    WindowBlocks,
     make_scheduler,
     refusal_reason,
 )
@@ -46,35 +45,42 @@ class Extras:
     None: no encoders, no adapters.
     """
 
-    window_size: int | None = None
-    further_windows: tuple[int | None, ...] = ()
+    windows: tuple[int | None, ...] = (None,)
     num_cross_blocks: int | None = None
     num_pages: int | None = None
     max_drafts: int = 0
     max_beams: int = 1
+    num_snapshots: int | None = None
 
     @classmethod
-    def drawn(
-        cls, dice: random.Random, policy: CapacitySchedulerPolicy, enable_reuse: bool
-    ) -> Extras:
-        """At random, without what the policy or block reuse rule out."""
-        further: list[tuple[int | None, ...]] = [(dice.randint(2, 8),), (3, None)]
+    def drawn(cls, dice: random.Random, policy: CapacitySchedulerPolicy) -> Extras:
+        """At random, without what the policy rules out."""
+        size = dice.randint(1, 12)
+        windows: list[tuple[int | None, ...]] = [
+            (size,),
+            (None, size),
+            (None, 3, 3, size),
+            (2, size),
+        ]
         cross = dice.choice([None] * 3 + [dice.randint(2, 8)])
+        max_beams = dice.choice([1, 1, 1, 2, 4])
         return cls(
-            window_size=dice.choice([None] * 4 + [dice.randint(2, 12)]),
-            further_windows=() if enable_reuse else dice.choice([()] * 6 + further),
+            windows=dice.choice([(None,)] * 4 + windows) if max_beams == 1 else (None,),
             num_cross_blocks=None if policy == MAX_UTILIZATION else cross,
             num_pages=dice.choice([None] * 3 + [dice.randint(3, 6)]),
             max_drafts=dice.choice([0, 0, 1, 4]),
-            max_beams=dice.choice([1, 1, 1, 2, 4]),
-        )
+            max_beams=max_beams,
+        ).with_snapshots(dice)
 
-    def resources(self, num_blocks: int, tokens_per_block: int) -> list[Resource]:
+    def with_snapshots(self, dice: random.Random) -> Extras:
+        """Perhaps, where there can be some."""
+        num_snapshots = dice.choice([None, 1, 2, 5])
+        can = self.windows == (None,) and self.max_drafts == 0
+        return replace(self, num_snapshots=num_snapshots) if can else self
+
+    def resources(self, tokens_per_block: int) -> list[Resource]:
         """Real block managers behind all of them; adapter n has n pages."""
-        found: list[Resource] = [
-            WindowBlocks(BlockManager(num_blocks, tokens_per_block, window_size=window_size))
-            for window_size in self.further_windows
-        ]
+        found: list[Resource] = []
         if self.num_cross_blocks is not None:
             found.append(CrossBlocks(BlockManager(self.num_cross_blocks, tokens_per_block)))
         if self.num_pages is not None:
@@ -89,7 +95,7 @@ Spec = dict[str, Any]
 def draw_spec(dice: random.Random, extras: Extras) -> Spec:
     """At random, without what a world of ``extras`` does not have."""
     width = min(dice.choice([1, 1, 2, 3, 4]), extras.max_beams)
-    searches = width > 1 and extras.window_size is None and extras.max_drafts == 0
+    searches = width > 1 and extras.max_drafts == 0
     adapter = dice.choice([None, None, 1, 2, 3])
     return {
         "num_prompt": dice.randint(1, 14),
@@ -131,14 +137,18 @@ class Soak:
         self.chunking = dice.choice([None, self._chunking()])
         num_blocks, tokens_per_block = dice.randint(3, 14), dice.randint(1, 4)
         enable_reuse = dice.random() < 0.6
-        self.extras = Extras.drawn(dice, policy, enable_reuse)
-        resources = self.extras.resources(num_blocks, tokens_per_block)
+        self.extras = Extras.drawn(dice, policy)
+        num_blocks *= len(self.extras.windows)
+        resources = self.extras.resources(tokens_per_block)
         manager = BlockManager(
             num_blocks,
             tokens_per_block,
             enable_reuse=enable_reuse,
             may_copy_blocks=dice.random() < 0.5,
-            window_size=self.extras.window_size,
+            windows=self.extras.windows,
+            max_chunk_tokens=None if self.chunking is None else self.max_num_tokens,
+            max_drafts=self.extras.max_drafts,
+            num_snapshots=self.extras.num_snapshots,
         )
         scheduler = make_scheduler(
             policy,
@@ -272,7 +282,8 @@ class Soak:
         if spec["search"] is not None:
             search = self.searches[request_id] = BeamSearch(spec["search"], max_new, end_id)
             return beams_alone(prompt, search, min_length)
-        return tokens_alone(prompt, max_new, end_id, min_length, self.extras.window_size)
+        sight = sight_of(self.extras.windows)
+        return tokens_alone(prompt, max_new, end_id, min_length, sight)
 
     def _guess(self) -> None:
         """Some requests get draft tokens, many of them right, as many as an iteration can hold."""

@@ -24,7 +24,6 @@ from inflight_scheduler import (
     ScheduledBatch,
     SimpleScheduler,
     StaticBatchScheduler,
-    WindowBlocks,
     check_decision,
 )
 from inflight_scheduler.policies.resources import Budgets
@@ -129,9 +128,13 @@ class World:
         self.manager = manager
         self.active = ActiveRequests(manager, priority_span)
         self.planner = BatchPlanner(manager, num_slots, self.active, max_beams)
-        self.engine = FakeEngine(manager.num_blocks, manager.tokens_per_block, manager.window_size)
+        self.engine = FakeEngine(
+            manager.num_blocks,
+            manager.tokens_per_block,
+            manager.windows,
+            None if manager.snapshots is None else manager.snapshots.num_snapshots,
+        )
         self.resources = resources
-        self.windows = [r.block_manager for r in resources if isinstance(r, WindowBlocks)]
         self.cross = [r.block_manager for r in resources if isinstance(r, CrossBlocks)]
         self.max_drafts = max_drafts
         self.finished: list[LlmRequest] = []
@@ -185,6 +188,11 @@ class World:
         self.num_pauses += len(paused)
         limit = self.scheduler.micro_batch_scheduler.max_num_tokens
         assert limit is None or batch.num_tokens <= limit
+        # Contexts of the same text may share one.
+        written = {each for chunk in batch.context_chunks for _, each in chunk.snapshots}
+        for each in batch.saved:
+            assert each.snapshot not in written, "two states are written to one snapshot"
+            written.add(each.snapshot)
         return batch
 
     def step(self, decision: Decision | None = None) -> ScheduledBatch:
@@ -225,7 +233,7 @@ class World:
             assert self.num_running > 0, "active requests and nothing runs"
             num_steps_left -= 1
         assert not self.active
-        for manager in (self.manager, *self.windows, *self.cross):
+        for manager in (self.manager, *self.cross):
             assert manager.num_used_blocks == 0
         assert self.planner.num_free_slots == self.planner.slots.num_slots
         self.check_invariants()
@@ -239,7 +247,8 @@ class World:
         num_held = num_used = 0
         for request in self.active:
             num_blocks = self.manager.num_blocks_of(request.request_id)
-            num_held += num_blocks
+            num_held += num_blocks if self.manager.windows[0] is None else 0
+            num_held += self.manager.num_window_blocks_of(request.request_id)
             num_distinct = self.manager.num_distinct_blocks_of(request.request_id)
             num_used += num_distinct
             assert (num_blocks > 0) == (request.seq_slot is not None)
@@ -254,15 +263,20 @@ class World:
             assert request.seq_slot is None
 
     def _check_room(self, request: LlmRequest, num_blocks: int) -> None:
-        size, window_size = self.manager.tokens_per_block, self.manager.window_size
-        num_tokens = max(request.num_cached_tokens, request.prompt_len)
-        if window_size is not None:
-            num_tokens = min(num_tokens, window_size)
-        assert (num_blocks - 1) * size < num_tokens + self.max_drafts
+        size, num_tokens = self.manager.tokens_per_block, request.num_cached_tokens
+        if self.manager.windows[0] is None:
+            num_tokens = max(num_tokens, request.prompt_len)
+            assert (num_blocks - 1) * size < num_tokens + self.max_drafts
         assert num_tokens <= num_blocks * size
+        for group in self.manager.window_groups:
+            first, held = group.held(request.request_id)
+            assert num_tokens <= request.prompt_len or num_tokens <= (first + len(held)) * size
+            assert first <= group.first_seen(num_tokens)
+            if request.is_generation_in_progress_state:
+                assert len(held) <= group.span(1 + self.max_drafts), "more than the window"
 
     def _check_further(self) -> None:
-        for manager in (*self.windows, *self.cross):
+        for manager in self.cross:
             manager.check_integrity()
             holders = [r for r in self.active if manager.num_blocks_of(r.request_id) > 0]
             assert len(holders) == manager.num_holders, "blocks of nobody active"
@@ -286,7 +300,7 @@ class World:
         """Of each resource, blocks first; adapters do not stay between decisions."""
         free = [self.manager.num_free_blocks]
         for resource in self.resources:
-            if isinstance(resource, (WindowBlocks, CrossBlocks)):
+            if isinstance(resource, CrossBlocks):
                 free.append(resource.block_manager.num_free_blocks)
             else:
                 free.append(resource.num_total)
@@ -301,16 +315,12 @@ class World:
         """What the planner does with the KV blocks, with all other pools."""
         for request in paused:
             self._give_back(request)
-        for request in [*context, *generation]:
-            for manager in self.windows:
-                num_tokens = manager.num_tokens_after_step(request)
-                assert manager.allocate(request.request_id, num_tokens) is not None
         for request in context:
             for manager in self.cross:
                 assert manager.allocate(request.request_id, request.encoder_length) is not None
 
     def _give_back(self, request: LlmRequest) -> None:
-        for manager in (*self.windows, *self.cross):
+        for manager in self.cross:
             manager.free(request.request_id)
 
     def _check_policy(self, decision: Decision) -> None:

@@ -182,6 +182,7 @@ def start_serve(
     (scratch / "tmp").mkdir(exist_ok=True)  # by the run before
     http_port, grpc_port, metrics_port = free_ports(3)
     arguments = [
+        "--openai-port=0",
         f"--http-port={http_port}",
         f"--grpc-port={grpc_port}",
         f"--metrics-port={metrics_port}",

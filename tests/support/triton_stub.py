@@ -13,7 +13,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from inflight_backend.engine.interface import ContextLogits, MemoryUsage, StepOutputs
+from inflight_backend.engine.interface import (
+    AdapterPages,
+    ContextLogits,
+    MemoryUsage,
+    StepOutputs,
+)
 from inflight_scheduler import NO_OUTPUTS, ScheduledBatch, SlotSetup
 
 
@@ -43,6 +48,11 @@ class CountingEngine:
     supports_drafts = True
     max_beam_width = 2
     supports_block_reuse = True
+    num_cross_blocks = max_encoder_len = 0
+    start_ids: tuple[int, ...] = ()
+    num_snapshots: int | None = None
+    adapter_pages: AdapterPages | None = None
+    windows: tuple[int | None, ...] = (None,)
 
     def __init__(
         self,
@@ -103,6 +113,12 @@ class CountingEngine:
                 outputs.context_logits.append(ContextLogits(setup.request_id, chunk.start, rows_of))
         asking = (s.num_candidates or s.outputs is not NO_OUTPUTS for s in self._setups.values())
         return outputs if any(asking) else None
+
+    def prepare_adapter(self, adapter: object) -> object:
+        return adapter
+
+    def load_adapter(self, place: int, adapter: object) -> None:
+        """There are no weights."""
 
     def prepare_thread(self) -> None:
         """Any thread will do."""

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from inflight_backend.engine.adapters import SlotAdapters
 from inflight_backend.engine.config import EngineConfig
 from inflight_backend.engine.slot_table import SamplingInputs, SlotTable
 from inflight_backend.engine.step_buffer import RunWords, StepBuffer, StepSizes
@@ -167,9 +168,11 @@ class GraphCapturer:
         buffer: StepBuffer,
         draw: Callable[[Tensor, SamplingInputs], Tensor],
         make_capture: Callable[[], Capture] | None,
+        adapters: SlotAdapters | None = None,
     ) -> None:
         """``make_capture``: each pool's recordings are another one's; None: nothing is recorded."""
         self._decoder, self._slots, self._buffer, self._draw = decoder, slots, buffer, draw
+        self._adapters = adapters
         self._make_capture = make_capture if config.cuda_graph_mode else None
         most = min(config.cuda_graph_mixed_tokens, config.num_tokens_limit)
         self._sizes = {
@@ -177,15 +180,20 @@ class GraphCapturer:
             "mixed": mixed_sizes(most, config.num_slots),
         }
 
-    def record(self, attention: AttentionBackend) -> GraphCache:
-        """What can be recorded; of what cannot, one line in the log, and no second attempt."""
+    def record(self, attention: AttentionBackend, *, has_adapters: bool = False) -> GraphCache:
+        """What can be recorded, of steps in which a row ``has_adapters`` or none does; of what
+        cannot, one line in the log, and no second attempt."""
         if self._make_capture is None or not attention.can_be_captured:
             return GraphCache()
         capture, found = self._make_capture(), []
         for kind, sizes in self._sizes.items():
+            if kind == "mixed" and not attention.can_capture_chunks:
+                break
             try:
                 # The largest first, so that the others fit its memory.
-                graphs = [self._record(each, attention, capture) for each in reversed(sizes)]
+                graphs = [
+                    self._record(each, attention, capture, has_adapters) for each in reversed(sizes)
+                ]
             except RuntimeError as error:  # it contains no request, so it may be quoted
                 _logger.warning(
                     "%s steps cannot be recorded and run eagerly, which is slower: %s",
@@ -199,27 +207,43 @@ class GraphCapturer:
             found.append(tuple(reversed(graphs)))
         return GraphCache(*found)
 
-    def measure(self, attention: AttentionBackend, memory: DeviceMemory) -> int:
+    def measure(
+        self,
+        attention: AttentionBackend,
+        memory: DeviceMemory,
+        *,
+        has_adapters: bool = False,
+    ) -> int:
         """Bytes that recordings keep for themselves: they are made, and forgotten again."""
         if self._make_capture is None or not attention.can_be_captured:
             return 0
         free_before = memory.free_bytes()
-        recordings = self.record(attention)
+        recordings = self.record(attention, has_adapters=has_adapters)
         num_bytes = free_before - memory.free_bytes()
         del recordings
         return max(num_bytes, 0)
 
-    def _record(self, sizes: StepSizes, attention: AttentionBackend, capture: Capture) -> StepGraph:
+    def _record(
+        self,
+        sizes: StepSizes,
+        attention: AttentionBackend,
+        capture: Capture,
+        has_adapters: bool,
+    ) -> StepGraph:
         words = self._buffer.send(ScheduledBatch(0), sizes).runs  # all padding
-        replay, hidden = capture(partial(self.forward, words, attention))
+        replay, hidden = capture(partial(self.forward, words, attention, has_adapters))
         if sizes.num_tokens:
             return StepGraph(sizes, replay, hidden)
         replay_draw, tokens = capture(partial(self.draw, words, hidden))
         return StepGraph(sizes, replay, hidden, replay_draw, tokens)
 
-    def forward(self, words: RunWords, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self, words: RunWords, attention: AttentionBackend, has_adapters: bool = False
+    ) -> Tensor:
         """What is recorded of a step: the decoder."""
         step = self._slots.begin(words)
+        if self._adapters is not None:
+            self._adapters.begin_recorded(words if has_adapters else None)
         positions, begun = step.attention.positions, attention.begin(step.attention)
         return self._decoder.forward(step.tokens, positions, begun, step.sample_rows)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from inflight_scheduler import ScheduledBatch
+
+if TYPE_CHECKING:  # torch: seconds to import
+    from inflight_backend.models.blocks.lora import Adapter
 
 Logits = npt.NDArray[np.float32]
 
@@ -39,6 +42,22 @@ class ContextLogits:
     logits: Logits
 
 
+@dataclass(frozen=True, slots=True)
+class ContextLogProbs:
+    """Log probabilities of a request's text: of the tokens at ``start`` + 1 and after [n - 1], as
+    each follows those before it, and of all tokens that may follow the last of these [vocab].
+
+    ``top_ids`` and ``top_log_probs`` [n, k]: the likeliest tokens in each place.
+    """
+
+    request_id: int
+    start: int
+    log_probs: Logits
+    last: Logits
+    top_ids: Logits
+    top_log_probs: Logits
+
+
 TopLogProbs = tuple[list[int], list[float]]
 
 
@@ -46,9 +65,9 @@ TopLogProbs = tuple[list[int], list[float]]
 class StepOutputs:
     """By request id: log probability and logits [vocab] of each token drawn, both before anything
     was done to the logits, its rank by them (how many tokens are at least as likely), and ids and
-    log probabilities of the likeliest tokens in its place, from the likeliest; and the logits of
-    prompts. ``candidates`` by slot: the likeliest tokens of rows that search, with their log
-    probabilities.
+    log probabilities of the likeliest tokens in its place, from the likeliest; and the logits and
+    log probabilities of prompts. ``candidates`` by slot: the likeliest tokens of rows that search,
+    with their log probabilities.
 
     A request draws one token, or with drafts several, of which only the first may count.
     """
@@ -58,6 +77,7 @@ class StepOutputs:
     top_log_probs: dict[int, list[TopLogProbs]] = field(default_factory=dict)
     generation_logits: dict[int, list[Logits]] = field(default_factory=dict)
     context_logits: list[ContextLogits] = field(default_factory=list)
+    context_log_probs: list[ContextLogProbs] = field(default_factory=list)
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
 
@@ -74,6 +94,21 @@ class MemoryUsage:
     cpu: int = 0
     gpu: int = 0
     pinned: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPages:
+    """Memory for adapters on the device: ``num_pages``, each of ``page_rank`` of every linear; an
+    adapter may have rank ``max_rank``. ``has_experts``: there is room for those of experts, too."""
+
+    num_pages: int
+    page_rank: int
+    max_rank: int
+    has_experts: bool = False
+
+    def pages_of(self, rank: int) -> int:
+        """Pages of an adapter."""
+        return -(-rank // self.page_rank)
 
 
 class PendingStep(Protocol):
@@ -107,6 +142,11 @@ class StepEngine(Protocol):
         """Tokens of one block."""
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each group of layers, which have block tables of their own, the tokens that it looks
+        back on; None for all. See `BlockManager`."""
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
 
@@ -128,12 +168,40 @@ class StepEngine(Protocol):
 
     @property
     def supports_block_reuse(self) -> bool:
-        """False for one that keeps states beside its blocks: what a block holds is not all there
-        is of its tokens."""
+        """False for one that keeps states beside its blocks, and no snapshots of them: what a block
+        holds is not all there is of its tokens."""
+
+    @property
+    def num_snapshots(self) -> int | None:
+        """Snapshots of the states that it keeps beside its blocks; None if it keeps none. See
+        `StateSnapshots`."""
+
+    @property
+    def num_cross_blocks(self) -> int:
+        """Blocks for the answers of an encoder; 0 without one."""
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Tokens that the encoder reads of a request, at most; 0 without one."""
+
+    @property
+    def start_ids(self) -> tuple[int, ...]:
+        """What a text behind an encoder begins with, if its request does not say."""
 
     @property
     def supports_drafts(self) -> bool:
         """True when drafts may be verified."""
+
+    @property
+    def adapter_pages(self) -> AdapterPages | None:
+        """Its memory for adapters; None if it runs without any."""
+
+    def prepare_adapter(self, adapter: Adapter) -> Any:
+        """What `load_adapter` takes; any thread may call it, and it may take long."""
+
+    def load_adapter(self, place: int, adapter: Any) -> None:
+        """The steps submitted from now on find ``adapter`` (of `prepare_adapter`) in that place,
+        and no longer what was there; None: nothing. Those in place must fit `adapter_pages`."""
 
     def prepare_thread(self) -> None:
         """Called once, first of all in the thread that runs the steps."""
@@ -150,4 +218,17 @@ class StepEngine(Protocol):
         It is asked as that of `mask_next` is."""
 
     def memory_usage(self) -> MemoryUsage:
-        """Bytes in use now; cheap enough for every iteration."""
+        """Bytes in use; cheap enough for every iteration, so those of the process may be of some
+        tenths of a second ago."""
+
+
+@runtime_checkable
+class RankedEngine(Protocol):
+    """What a `StepEngine` of several ranks has beside."""
+
+    def when_lost(self, tell: Callable[[], None]) -> None:
+        """Have ``tell`` called, on any thread, as soon as a rank has died or fallen silent; every
+        later call of the engine raises `EngineLost`."""
+
+    def close(self) -> None:
+        """End the other ranks; comes last."""

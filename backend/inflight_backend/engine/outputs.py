@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight_backend.engine.interface import ContextLogits, StepOutputs, as_array
+from inflight_backend.engine.interface import ContextLogits, ContextLogProbs, StepOutputs, as_array
 from inflight_backend.engine.step_buffer import new_event, to_device
 from inflight_scheduler import ContextChunk, ScheduledBatch, SlotSetup
 
@@ -96,6 +96,9 @@ class PendingOutputs:
 
     tops: list[tuple[list[tuple[int, int]], Tensor, Tensor]] = field(default_factory=list)
     contexts: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    prompts: list[tuple[int, int, tuple[Tensor, Tensor, Tensor, Tensor]]] = field(
+        default_factory=list
+    )
     candidates: list[tuple[list[int], list[int], Tensor, Tensor]] = field(default_factory=list)
 
     def read(self) -> StepOutputs:
@@ -113,6 +116,10 @@ class PendingOutputs:
         outputs.context_logits += [
             ContextLogits(request_id, start, as_array(rows))
             for request_id, start, rows in self.contexts
+        ]
+        outputs.context_log_probs += [
+            ContextLogProbs(request_id, start, *map(as_array, values))
+            for request_id, start, values in self.prompts
         ]
         for slots, numbers, tokens, log_probs in self.candidates:
             given = zip(slots, numbers, tokens.tolist(), log_probs.tolist(), strict=True)
@@ -132,6 +139,7 @@ class OutputRecorder:
         self._wants_logits = np.zeros(num_slots, dtype=np.bool_)
         self._num_top = np.zeros(num_slots, dtype=np.int32)
         self._wants_context = np.zeros(num_slots, dtype=np.bool_)
+        self._wants_prompt = np.zeros(num_slots, dtype=np.bool_)
         draws = (self._wants_log_probs, self._wants_ranks, self._wants_logits, self._num_top)
         self._draw_flags = draws
         self._is_used = False
@@ -149,8 +157,9 @@ class OutputRecorder:
             self._wants_logits[slot] = outputs.generation_logits
             self._num_top[slot] = outputs.num_top_log_probs
             self._wants_context[slot] = outputs.context_logits
+            self._wants_prompt[slot] = outputs.context_log_probs
         if setups:
-            flags = (*self._draw_flags, self._wants_context)
+            flags = (*self._draw_flags, self._wants_context, self._wants_prompt)
             self._is_used = any(bool(flag.any()) for flag in flags)
 
     def wants_samples(self, slots: Sequence[int]) -> bool:
@@ -166,7 +175,7 @@ class OutputRecorder:
             return []
         found, first = [], len(batch.generation_slots)
         for chunk in batch.context_chunks:
-            if self._wants_context[chunk.slot]:
+            if self._wants_context[chunk.slot] or self._wants_prompt[chunk.slot]:
                 found.append((first, chunk))
             first += chunk.num_tokens
         return found
@@ -216,14 +225,34 @@ class OutputRecorder:
         hidden: Tensor,
         to_logits: Callable[[Tensor], Tensor],
     ) -> None:
-        """Keep the logits of ``chunks``; hidden [num_tokens, hidden_size] of the whole step."""
+        """Keep logits and log probabilities of ``chunks``; hidden [num_tokens, hidden_size] of the
+        whole step."""
         pending = self._open()
         for first, chunk in chunks:
             for offset in range(0, len(chunk.tokens), _ROWS_AT_ONCE):
                 end = min(offset + _ROWS_AT_ONCE, len(chunk.tokens))
-                rows = self._to_host(to_logits(hidden[first + offset : first + end]))
-                request_id = self._request_ids[chunk.slot]
-                pending.contexts.append((request_id, chunk.start + offset, rows))
+                logits = to_logits(hidden[first + offset : first + end])
+                where = (self._request_ids[chunk.slot], chunk.start + offset)
+                if self._wants_context[chunk.slot]:
+                    pending.contexts.append((*where, self._to_host(logits)))
+                if self._wants_prompt[chunk.slot]:
+                    num_top = int(self._num_top[chunk.slot])
+                    values = self._of_prompt(logits, chunk.tokens[offset + 1 : end], num_top)
+                    pending.prompts.append((*where, values))
+
+    def _of_prompt(
+        self, logits: Tensor, following: Sequence[int], num_top: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The fields of `ContextLogProbs` for rows of logits [n, vocab]; ``following``: the n - 1
+        tokens that follow all but the last."""
+        sums = logits.logsumexp(dim=-1, keepdim=True)
+        tokens = to_device(torch.tensor(following, dtype=torch.int64), self._device)
+        log_probs = _of_tokens(logits[: len(tokens)], tokens) - sums[: len(tokens), 0]
+        best = logits.topk(max(num_top, 1))
+        ids, values = best.indices[:, :num_top], best.values[:, :num_top]
+        parts = (log_probs, logits[-1] - sums[-1], ids, values - sums)
+        first, last, top_ids, top_log_probs = map(self._to_host, parts)
+        return first, last, top_ids, top_log_probs
 
     def record_candidates(
         self, slots: list[int], numbers: list[int], tokens: Tensor, log_probs: Tensor

@@ -35,6 +35,7 @@ from inflight_backend.engine.slot_table import SamplingInputs, SlotTable
 from inflight_backend.engine.step_buffer import StepWords, to_device
 from inflight_backend.models.decoder import Decoder
 from inflight_backend.models.ops import Ops
+from inflight_backend.models.parallel.collectives import NO_COLLECTIVES, Collectives
 from inflight_kernels.reference import COUNT_UNIT
 from inflight_scheduler import SamplingParams, SlotSetup
 
@@ -370,7 +371,10 @@ class Sampler:
         ops: Ops,
         slots: SlotTable,
         recorder: OutputRecorder,
+        ranks: Collectives = NO_COLLECTIVES,
     ) -> None:
+        """What is drawn here is told to ``ranks`` (`FollowingSampler`)."""
+        self._ranks = ranks
         self._num_rows, self._device = config.num_slots, config.device
         self._normalizes_log_probs = config.normalize_log_probs
         self._decoder, self._ops, self._slots, self._recorder = decoder, ops, slots, recorder
@@ -453,6 +457,7 @@ class Sampler:
         self._adjustments.record(sampling, tokens, features, self._slots.parameters)
         if is_observed:
             self._recorder.record_samples(slots, original, tokens, log_probs)
+        tokens = self._ranks.share(tokens)
         self._slots.store(sampling.slots, tokens)
         return tokens
 
@@ -463,6 +468,7 @@ class Sampler:
         logits = self._decoder.plain_logits(hidden)
         self._restrict(logits, sampling, None)
         tokens = self._choose(logits, sampling, has_min_p=False)
+        tokens = self._ranks.share(tokens)
         self._slots.store(sampling.slots, tokens)
         return tokens
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from inflight_backend.engine.memory_plan import COLUMNS, slot_table_shapes
-from inflight_backend.engine.step_buffer import RunWords, StepWords
+from inflight_backend.engine.step_buffer import RunWords, StepWords, to_device
 from inflight_backend.models.attention import AttentionInputs, HostLengths
-from inflight_scheduler import BlockAssignment, ScheduledBatch
+from inflight_scheduler import AnswerAssignment, BlockAssignment, ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,33 @@ class SlotTable:
     """Owner of the state of ``num_slots`` slots and of the padding slot, whose number is
     ``num_slots``; its tensors keep their addresses for life."""
 
-    def __init__(self, num_slots: int, max_blocks: int, tokens_per_block: int, device: str) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_blocks: int,
+        tokens_per_block: int,
+        device: str,
+        num_groups: int = 1,
+        max_cross_blocks: int = 0,
+    ) -> None:
+        """``max_blocks``: of a slot, in each of ``num_groups`` groups of layers;
+        ``max_cross_blocks``: of an encoder's answer, 0 without an encoder."""
+        shapes = slot_table_shapes(num_slots, max_blocks, num_groups, max_cross_blocks)
         self._tokens_per_block = tokens_per_block
         self.padding_slot = num_slots
         integers = {4: torch.int32, 8: torch.int64}
         tables = {
             name: torch.zeros(shape, dtype=integers[size], device=device)
-            for name, (shape, size) in slot_table_shapes(num_slots, max_blocks).items()
+            for name, (shape, size) in shapes.items()
         }
         self.parameters = tables["parameters"]  # [num_slots + 1, NUM_COLUMNS] int32: `COLUMNS`
-        self._block_tables = tables["block_tables"]
+        self._block_tables = tables["block_tables"]  # [num_slots + 1, num_groups, max_blocks]
+        self._first_columns = tables["first_columns"]  # of each group, in a row of all
+        self._first_columns += torch.arange(num_groups, device=device)[:, None] * max_blocks
+        self._cross_tables = tables["cross_tables"]  # [num_slots + 1, 1, max_cross_blocks]
+        self._answer_lengths = tables["answer_lengths"].fill_(1)  # none is empty
+        self._host_answer_lengths = np.ones(num_slots, dtype=np.int64)
+        self._has_cross = max_cross_blocks > 0
         self._cached_lengths = tables["cached_lengths"]
         self._last_tokens = tables["last_tokens"]
         self._host_lengths = np.zeros(num_slots, dtype=np.int64)
@@ -109,9 +126,8 @@ class SlotTable:
         if batch.setups:
             self._has_min_end = bool(self._host_min_end.any())
         if batch.new_blocks:
-            self._block_tables[words.block_slots.long(), words.block_indices.long()] = (
-                words.block_ids
-            )
+            places = words.block_slots, words.block_groups, words.block_indices
+            self._block_tables[tuple(place.long() for place in places)] = words.block_ids
         if batch.verified:
             verified = words.verified_slots.long()
             self._cached_lengths[verified] = words.verified_lengths.long()
@@ -119,15 +135,25 @@ class SlotTable:
         for each in batch.verified:
             self._host_lengths[each.slot] = each.num_cached
 
+    def assign_answers(self, answers: Sequence[AnswerAssignment]) -> None:
+        """Take over where the answers of an encoder lie."""
+        for answer in answers:
+            slots, device = list(answer.slots), str(self._cross_tables.device)
+            blocks = to_device(torch.tensor(answer.block_ids, dtype=torch.int32), device)
+            self._cross_tables[slots, 0, : len(blocks)] = blocks
+            self._answer_lengths[slots] = answer.num_tokens
+            self._host_answer_lengths[slots] = answer.num_tokens
+
     def move(self, batch: ScheduledBatch, words: StepWords) -> None:
         """Carry out the moves of beams; comes before `set_up`, which adds new blocks."""
         slots, parents = words.move_slots.long(), words.move_parents.long()
         lengths = self._cached_lengths[parents]
-        tables = self._block_tables[parents]  # a copy: all parents are read first
+        assert self._block_tables.shape[1] == 1, "beams share the blocks of one group"
+        tables = self._block_tables[parents, 0]  # a copy: all parents are read first
         places = (lengths // self._tokens_per_block)[:, None].clamp(max=tables.shape[1] - 1)
         blocks = words.move_blocks[:, None]
         tables.scatter_(1, places, torch.where(blocks < 0, tables.gather(1, places), blocks))
-        self._block_tables[slots] = tables
+        self._block_tables[slots, 0] = tables
         self._cached_lengths[slots] = lengths
         self._last_tokens[slots] = words.move_tokens.long()
         moved = np.array([move.slot for move in batch.beam_moves], dtype=np.int64)
@@ -185,17 +211,31 @@ class SlotTable:
         self._cached_lengths[slots] = lengths
         tables = self._block_tables
         if host is not None:
-            tables = tables[:, : -(-int(host.context.max()) // self._tokens_per_block)]
+            tables = tables[:, :, : -(-int(host.context.max()) // self._tokens_per_block)]
         slot_mapping = self._cache_slots(token_slots, positions).masked_fill_(is_padding, -1)
-        return AttentionInputs(
+        inputs = AttentionInputs(
             num_generations=len(words.generation_slots),
-            block_tables=tables[slots],
+            block_tables=tables[slots].transpose(0, 1),
             context_lengths=lengths.int(),
             query_starts=words.query_starts,
             positions=positions,
             slot_mapping=slot_mapping,
             slots=slots,
             host=host,
+        )
+        return replace(inputs, cross=self._across(inputs)) if self._has_cross else inputs
+
+    def _across(self, inputs: AttentionInputs) -> AttentionInputs:
+        """The same sequences over the answers of the encoder."""
+        host, slots = inputs.host, inputs.slots
+        assert host is not None, "attention over an encoder's answers is not recorded"
+        assert host.answers is not None
+        num_blocks = -(-int(host.answers.max()) // self._tokens_per_block)
+        return replace(
+            inputs,
+            block_tables=self._cross_tables[:, :, :num_blocks][slots].transpose(0, 1),
+            context_lengths=self._answer_lengths[slots].int(),
+            host=HostLengths(host.query, host.answers),
         )
 
     def begin_sampling(self, batch: ScheduledBatch, words: StepWords) -> SamplingInputs:
@@ -225,7 +265,7 @@ class SlotTable:
         slots = [*batch.generation_slots, *(run.slot for run in runs)]
         query = np.ones(len(slots), dtype=np.int64)
         query[len(batch.generation_slots) :] = [run.num_tokens for run in runs]
-        return HostLengths(query, self._host_lengths[slots])
+        return HostLengths(query, self._host_lengths[slots], self._host_answer_lengths[slots])
 
     def store(self, slots: Tensor, tokens: Tensor) -> None:
         """Remember the drawn tokens [num_samples]; the next step of their slots starts with them.
@@ -235,9 +275,12 @@ class SlotTable:
         self._last_tokens[slots] = tokens.clamp(min=0)
 
     def _cache_slots(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where tokens at ``positions`` of ``slots`` lie in the cache, [T] int64."""
+        """Where tokens at ``positions`` of ``slots`` lie in the cache, [num_groups, T] int64."""
         size = self._tokens_per_block
-        blocks = self._block_tables[slots, positions // size]
+        columns = (positions // size)[None]
+        if len(self._first_columns) > 1:
+            columns = columns + self._first_columns
+        blocks = self._block_tables.flatten(1)[slots[None], columns]
         return torch.add(positions % size, blocks, alpha=size)  # int64, as the positions are
 
     def may_forbid_end(self, slots: Sequence[int], most_drafts: int = 0) -> bool:

@@ -54,6 +54,8 @@ class WordBuffer:
             torch.full((num_words,), fill, dtype=torch.int32, pin_memory=is_cuda)
             for _ in range(2 if is_cuda else 1)
         ]
+        self.pinned_bytes = sum(host.nbytes for host in self._hosts if host.is_pinned())
+        """Page-locked host memory."""
         self._words = [host.numpy() for host in self._hosts]
         self._copied = [new_event() for _ in self._hosts] if is_cuda else []
         self._turn = 0
@@ -61,11 +63,6 @@ class WordBuffer:
 
     def __len__(self) -> int:
         return len(self.device)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Page-locked host memory."""
-        return sum(host.nbytes for host in self._hosts if host.is_pinned())
 
     def open(self) -> npt.NDArray[np.int32]:
         """The words to be sent next, once the plan before the last one has been copied."""
@@ -154,6 +151,7 @@ class StepWords:
     block_slots: Tensor  # [num_new_blocks]
     block_indices: Tensor
     block_ids: Tensor
+    block_groups: Tensor
     copy_sources: Tensor  # [num_block_copies]
     copy_destinations: Tensor
     move_slots: Tensor  # [num_beam_moves]
@@ -257,7 +255,7 @@ def _sections(batch: ScheduledBatch) -> list[_Words]:
     return [
         np.array([setup.slot for setup in batch.setups], dtype=np.int32),
         _setup_rows(batch.setups).reshape(-1),
-        *_fields(batch.new_blocks, "slot", "index", "block_id"),
+        *_fields(batch.new_blocks, "slot", "index", "block_id", "group"),
         *_fields(batch.block_copies, "source", "destination"),
         *_fields(batch.beam_moves, "slot", "parent", "token", "own_block"),
         np.concatenate((np.repeat(slots, num_drawn), generation_slots)),

@@ -15,7 +15,7 @@ import resource
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from inflight_backend.guided.matchers import (
     LlguidanceGuide,
     in_short,
     make_ebnf_tokenizer,
+    special_ids,
     start_thread,
     to_grammar,
 )
@@ -138,6 +139,7 @@ class GuideService:
         self.more_end_ids: tuple[int, ...] = ()
         self._vocab_size = vocab_size
         self._tokenizer_json: Callable[[], str] = str
+        self._special: Mapping[str, int] = {}
         self._tokenizer: LLTokenizer | None = None
         self._ebnf_tokenizer: Any = None
         self._tokenizer_lock = threading.Lock()
@@ -251,7 +253,8 @@ class GuideService:
         if guide.type is GuideType.EBNF_GRAMMAR:
             work = partial(EbnfGuide.compile, guide, self._load_ebnf_tokenizer(tokenizer))
         else:
-            work = partial(LlguidanceGuide.compile, guide, to_grammar(guide), tokenizer)
+            grammar = to_grammar(guide, self._special)
+            work = partial(LlguidanceGuide.compile, guide, grammar, tokenizer)
         _try_in_child(work)
         return work()
 
@@ -261,9 +264,11 @@ class GuideService:
 
         with self._tokenizer_lock:
             if self._tokenizer is None:
+                text = self._tokenizer_json()
                 self._tokenizer = LLTokenizer(
-                    self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=max(self.end_id, 0)
+                    text, n_vocab=self._vocab_size, eos_token=max(self.end_id, 0)
                 )
+                self._special = special_ids(text, self._tokenizer)
             return self._tokenizer
 
     def _load_ebnf_tokenizer(self, tokenizer: LLTokenizer) -> Any:

@@ -19,6 +19,7 @@ class GuideType(Enum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     EBNF_GRAMMAR = "ebnf_grammar"
+    STRUCTURAL_TAG = "structural_tag"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import numpy.typing as npt
 from inflight_backend.calls import settle
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.guide import GUIDE_FIELD, Guide, GuideType
+from inflight_backend.guided.structural_tag import StructuralTagWriter
 from inflight_backend.log import get_logger
 
 if TYPE_CHECKING:
@@ -222,19 +224,41 @@ def make_ebnf_tokenizer(tokenizer: LLTokenizer, vocab_size: int, end_id: int) ->
     return xgrammar.TokenizerInfo(texts, stop_token_ids=[end_id])
 
 
-def to_grammar(guide: Guide) -> str:
-    """``guide`` in llguidance's own syntax; `InvalidRequest` if it is wrong or too large."""
+def special_ids(tokenizer_json: str, tokenizer: LLTokenizer) -> dict[str, int]:
+    """The tokens of tokenizer.json, by text, that ``tokenizer`` takes for no text: special ones,
+    and all that are added in angle brackets."""
+    added = json.loads(tokenizer_json).get("added_tokens") or ()
+    return {
+        each["content"]: each["id"]
+        for each in added
+        if each["id"] < tokenizer.vocab_size and tokenizer.is_special_token(each["id"])
+    }
+
+
+def to_grammar(guide: Guide, special: Mapping[str, int] = MappingProxyType({})) -> str:
+    """``guide`` in llguidance's own syntax; `InvalidRequest` if it is wrong or too large.
+
+    ``special``: ids of the tokenizer's special tokens by text, for structural tags."""
     from llguidance import LLMatcher
 
     if guide.type is GuideType.REGEX:
         grammar = LLMatcher.grammar_from_regex(guide.text)
         return _OPTIONS + str(_only_grammar(grammar)["lark_grammar"])
+    if guide.type is GuideType.STRUCTURAL_TAG:
+        writer = StructuralTagWriter(special, lambda schema: _json_rule(json.dumps(schema)))
+        return _OPTIONS + writer.write(json.loads(guide.text))
     schema = _JSON if guide.type is GuideType.JSON else guide.text
+    return f"{_OPTIONS}start: {_json_rule(schema)}"
+
+
+def _json_rule(schema: str) -> str:
+    from llguidance import LLMatcher
+
     try:
         grammar = LLMatcher.grammar_from_json_schema(schema, _BLANKS, {"lenient": False})
     except ValueError as error:
         raise InvalidRequest(f"'{GUIDE_FIELD}' is no JSON schema: {in_short(error)}") from None
-    return f"{_OPTIONS}start: %json {json.dumps(_only_grammar(grammar)['json_schema'])}"
+    return f"%json {json.dumps(_only_grammar(grammar)['json_schema'])}"
 
 
 def in_short(error: object) -> str:

@@ -20,9 +20,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from inflight_backend.adapters.placement import AdapterPlacement
+from inflight_backend.adapters.service import AdapterConfig, AdapterService
 from inflight_backend.calls import settle
 from inflight_backend.engine.interface import PendingStep, StepEngine
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.gguf_files import find_gguf
+from inflight_backend.kv_events import KvEventPublisher
 from inflight_backend.manager.logits_processors import LogitsHooks
 from inflight_backend.manager.output_gatherer import OutputGatherer
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams, same_fields
@@ -37,6 +41,8 @@ from inflight_backend.manager.user_scheduler import (
     find_scheduler_class,
     make_guarded,
 )
+from inflight_backend.ranks.machines import check_no_mpi
+from inflight_backend.requests.adapters import has_no_adapters
 from inflight_backend.requests.validation import RequestLimits
 from inflight_backend.speculative.drafter import Drafter, DraftTally
 from inflight_recorder.recorder import FlightRecorder
@@ -48,6 +54,7 @@ from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
     ContextChunking,
+    PeftPages,
     RequestScheduler,
     ReuseStats,
     ScheduledBatch,
@@ -101,13 +108,14 @@ def load_engine(
     and bytes in all."""
     if not isinstance(model, str | Path):
         return model
+    check_no_mpi()
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         # Read when torch first allocates GPU memory. Segments that can grow avoid fragmentation by
         # steps of many sizes beside a KV pool that takes nearly all of the memory.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     from inflight_backend.engine import Engine, EngineConfig  # torch: seconds to import
 
-    kv_cache = params.kv_cache_config
+    kv_cache, adapters = params.kv_cache_config, params.peft_cache_manager_config
     changes: dict[str, Any] = {
         "max_beam_width": max_beam_width,
         "enable_chunked_context": params.enable_chunked_context is not False,
@@ -115,18 +123,72 @@ def load_engine(
         "max_tokens_in_paged_kv_cache": kv_cache.max_tokens,
         "kv_cache_free_gpu_mem_fraction": kv_cache.free_gpu_memory_fraction,
         "kv_cache_dtype": kv_cache.dtype,
+        "cross_kv_cache_fraction": kv_cache.cross_kv_cache_fraction,
+        "max_attention_window": kv_cache.max_attention_window,
+        "max_state_snapshots": kv_cache.max_state_snapshots if kv_cache.enable_block_reuse else 0,
+        "enable_lora": True if params.names_adapters else params.enable_lora,
+        "lora_cache_optimal_adapter_size": adapters.optimal_adapter_size,
+        "lora_cache_max_adapter_size": adapters.max_adapter_size,
+        "lora_cache_gpu_memory_fraction": adapters.device_cache_percent,
+        "lora_cache_pages": adapters.num_device_pages,
+        "lora_experts": _have_experts(params),
     }
     config = EngineConfig(**(same_fields(EngineConfig, params) | changes))
     # On a thread that ends before any step runs: OpenMP keeps helpers for each thread that has
     # computed, and if they outnumber the cores it ignores ``GOMP_SPINCOUNT``, so that none of them
     # spins for more work before it sleeps.
     loaded: Future[Engine] = Future()
-    load = partial(Engine.load, Path(model), config, on_progress)
+    load: Callable[[], Engine] = partial(Engine.load, Path(model), config, on_progress)
+    if config.place(0).size > 1:
+        from inflight_backend.ranks.leader import LeadingEngine
+
+        load = partial(
+            LeadingEngine.start,
+            Path(model),
+            config,
+            on_progress,
+            gpu_device_ids=params.gpu_device_ids,
+            machines=params.machines,
+            silence_seconds=params.stall_seconds,
+        )
     thread = threading.Thread(target=settle, args=(loaded, load), name="load", daemon=True)
     thread.start()
     engine = loaded.result()
     thread.join()
     return engine
+
+
+def _have_experts(params: TrtGptModelOptionalParams) -> bool:
+    if params.lora_experts is not None:
+        return params.lora_experts
+    from inflight_backend.adapters.peft_folder import names_experts
+
+    return any(names_experts(Path(folder)) for folder in params.lora_modules.values())
+
+
+def make_adapters(
+    engine: StepEngine, params: TrtGptModelOptionalParams, model: str | Path | StepEngine
+) -> AdapterPlacement | None:
+    """Reads the adapters that are named; None if the engine runs without any."""
+    if engine.adapter_pages is None or not isinstance(model, str | Path):
+        return None
+    from inflight_backend.engine import Engine
+    from inflight_backend.models.families.registry import read_published_model
+
+    assert isinstance(engine, Engine)
+    cache = params.peft_cache_manager_config
+    gguf = find_gguf(Path(model))
+    service = AdapterService(
+        AdapterConfig(
+            cache.host_cache_size, cache.lora_prefetch_dir, params.lora_modules, params.lora_root
+        ),
+        engine.adapter_pages,
+        engine.model_config if gguf is None else read_published_model(gguf),
+        engine.config.torch_dtype,
+        Path(model) if gguf is None else None,
+        engine.prepare_adapter,
+    )
+    return AdapterPlacement(service, engine.load_adapter)
 
 
 class Batcher:
@@ -140,8 +202,11 @@ class Batcher:
         max_beam_width: int = 1,
         *,
         is_v1: bool = False,
+        adapters: AdapterPlacement | None = None,
+        kv_events: KvEventPublisher | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine, self._adapters = engine, adapters
+        self.kv_events = kv_events
         self.max_beam_width = max_beam_width
         if max_beam_width > engine.max_beam_width:
             raise ConfigurationError(
@@ -151,24 +216,34 @@ class Batcher:
         self._params = params
         self.num_paused = 0
         self.rules = LogitsHooks(engine, params.logits_processors)
+        self._chunking = self._make_chunking(params)
+        self._max_drafts = params.speculative_decoding_config.max_draft_len * engine.supports_drafts
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
             enable_reuse=params.kv_cache_config.enable_block_reuse and engine.supports_block_reuse,
             may_copy_blocks=True,
+            windows=engine.windows,
+            max_chunk_tokens=None if self._chunking is None else engine.max_num_tokens,
+            max_drafts=self._max_drafts,
+            num_snapshots=engine.num_snapshots or None,
+            listener=kv_events,
         )
         self.gatherer = OutputGatherer(engine.vocab_size)
         self.active = ActiveRequests(self.block_manager, params.priority_span)
-        self.planner = BatchPlanner(
-            self.block_manager, params.max_batch_size, self.active, max_beam_width
-        )
         self._drafter = self._make_drafter(params)
         self._draft_tally = DraftTally()
         self._static_tally = StaticBatchTally() if is_v1 else None
         self.is_overlapped = params.overlap_scheduler.is_on(engine)
         self._max_batch_size = params.max_batch_size
-        self._chunking = self._make_chunking(params)
         self._settings = self._make_settings(params)
+        self.planner = BatchPlanner(
+            self.block_manager,
+            params.max_batch_size,
+            self.active,
+            max_beam_width,
+            self._settings.make_cross_blocks(),
+        )
         self._scheduler = self._make_scheduler(params)
         self._lists: Decision = ([], [], [])
         self.recorder = self._make_recorder(params)
@@ -218,6 +293,21 @@ class Batcher:
             unread = None if before is None else (owners(before[0]), before[1])
             self.rules.prepare(owners(batch), unread)
 
+    def place_adapters(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """``batch``, which the engine runs next, with the adapters of its slots; see
+        `AdapterPlacement.prepare`."""
+        return batch if self._adapters is None else self._adapters.prepare(batch, self._task_of)
+
+    def forget_adapters(self) -> None:
+        """A step has failed; see `AdapterPlacement.forget`."""
+        if self._adapters is not None:
+            self._adapters.forget()
+
+    def _task_of(self, request_id: int) -> int | None:
+        request = self.active.get(request_id)
+        assert request is not None, "a plan sets up active requests only"
+        return request.lora_task_id
+
     @property
     def num_used_slots(self) -> int:
         """Slots of the engine that are in use."""
@@ -235,6 +325,8 @@ class Batcher:
             self.active.check_integrity()
             self.block_manager.check_integrity()
             self.planner.slots.check_integrity(())
+            if self.planner.answers is not None:
+                self.planner.answers.check_integrity()
         except Exception:
             return False
         return True
@@ -242,9 +334,22 @@ class Batcher:
     def rebuild(self) -> Batcher:
         """A new batcher on the same engine; a recording to a file ends here."""
         self.recorder.close()
+        if self.kv_events is not None:
+            self.kv_events.cleared()
         params = replace(self._params, record_file=None)
-        is_v1 = self._static_tally is not None
-        return Batcher(self.engine, self.policy, params, self.max_beam_width, is_v1=is_v1)
+        adapters = self._adapters
+        if adapters is not None:
+            adapters.forget()
+            adapters.service.store.release_all()
+        return Batcher(
+            self.engine,
+            self.policy,
+            params,
+            self.max_beam_width,
+            is_v1=self._static_tally is not None,
+            adapters=adapters,
+            kv_events=self.kv_events,
+        )
 
     def measure(
         self,
@@ -263,7 +368,8 @@ class Batcher:
         """
         blocks, memory = self.block_manager, self.engine.memory_usage()
         reuse = blocks.reuse_stats if blocks.enable_reuse else ReuseStats()
-        num_context, num_generation = len(batch.context_chunks), batch.num_generation_requests
+        num_context = len(batch.context_chunks) + len(batch.encoder_runs)  # as TensorRT-LLM counts
+        num_generation = batch.num_generation_requests
         values: dict[str, float] = {
             "Active Request Count": len(self.active),
             "Context Requests": num_context,
@@ -281,7 +387,7 @@ class Batcher:
             "Runtime Pinned Memory Usage": memory.pinned,
             "Scheduled Requests": num_context + num_generation,
             "Tokens per KV cache block": blocks.tokens_per_block,
-            "Total Context Tokens": batch.num_context_tokens,
+            "Total Context Tokens": batch.num_context_tokens + batch.num_encoder_tokens,
             "Used KV cache blocks": blocks.num_used_blocks,
             "Waiting Requests": num_waiting,
         }
@@ -293,9 +399,31 @@ class Batcher:
             values["Paused Requests"] = self.num_paused
         if batch.num_drafts:
             values |= values_of_drafts(self._draft_tally.count())
+        if self._adapters is not None and self._adapters.service.is_used:
+            values |= self._adapters.measure(self.active, self._num_waiting_for_pages(num_waiting))
         if num_repairs:
             values["Repairs"] = num_repairs
         return IterationStats(values)
+
+    def adapter_labels(self) -> dict[str, str]:
+        """The labels of `LORA_REQUESTS` as of the last iteration; none until there is an
+        adapter."""
+        if self._adapters is None or not self._adapters.service.is_used:
+            return {}
+        used, num_pages = self._adapters.in_use, self._adapters.service.pages.num_pages
+        return {
+            "max_lora": str(min(num_pages, self._max_batch_size)),
+            "running_lora_adapters": ",".join(used.running),
+            "waiting_lora_adapters": ",".join(used.waiting),
+        }
+
+    def _num_waiting_for_pages(self, num_waiting: int) -> int:
+        """Requests that wait for pages of adapters; it is seldom that one must be looked for."""
+        assert self._adapters is not None
+        if num_waiting == 0 or not self._adapters.lacks_any(self.active):
+            return 0
+        reasons = self.explain().values()
+        return sum(reason.resource == PeftPages.name for reason in reasons)
 
     def explain(self) -> dict[int, WaitReason]:
         """Why active requests would not run now, by id.
@@ -320,30 +448,48 @@ class Batcher:
     def make_limits(self, **others: Any) -> RequestLimits:
         """The limits of requests; ``others``: those that the engine does not determine."""
         params, longest_prompt = self._params, self.engine.max_seq_len - 1
+        longest_source = min(
+            self.engine.max_encoder_len,
+            self.engine.num_cross_blocks * self.engine.tokens_per_block,
+        )
+        adapters = self._adapters
         return RequestLimits(
             vocab_size=self.engine.vocab_size,
-            max_input_len=min(params.max_input_len or longest_prompt, longest_prompt),
+            max_input_len=longest_prompt
+            if longest_source
+            else min(params.max_input_len or longest_prompt, longest_prompt),
             max_seq_len=self.engine.max_seq_len,
             max_queue_seconds=params.max_queue_seconds,
             max_run_seconds=params.max_run_seconds,
             check_processor=self.rules.check,
             max_beam_width=self.max_beam_width,
             folds_ids=params.out_of_vocabulary == "fold",
-            max_draft_len=params.speculative_decoding_config.max_draft_len
-            * self.engine.supports_drafts,
+            max_draft_len=self._max_drafts,
             refusal_reason=partial(
                 refusal_reason,
                 block_manager=self.block_manager,
                 max_num_tokens=self.engine.max_num_tokens,
                 may_pause=self._settings.may_pause,
                 may_chunk=self._chunking is not None,
+                resources=self._settings.resources(self.planner),
             ),
+            max_encoder_len=min(params.max_input_len or longest_source, longest_source),
+            start_ids=self.engine.start_ids,
+            read_adapter=has_no_adapters if adapters is None else adapters.service.read,
             **others,
         )
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
         if params.scheduler_class is None:
-            return scheduler_of(self.policy, self._settings, self.planner)
+            try:
+                return scheduler_of(self.policy, self._settings, self.planner)
+            except ValueError as error:  # what a policy cannot serve
+                raise ConfigurationError(f"batch_scheduler_policy: {error}") from None
+        if self.planner.answers is not None:
+            raise ConfigurationError(
+                "scheduler_class is not supported for a model with an encoder, since the scheduler "
+                "that decides in its place may pause requests; leave it out"
+            )
         scheduler_class = find_scheduler_class(params.scheduler_class)
         return make_guarded(scheduler_class, self._settings, self.planner)
 
@@ -353,8 +499,9 @@ class Batcher:
             return None
         if not self.engine.supports_drafts:
             raise ConfigurationError(
-                f"speculative_decoding_mode is {config.mode}, but the engine verifies no drafts "
-                "(in deterministic_mode it may not); set it to none"
+                f"speculative_decoding_mode is {config.mode}, but the engine verifies no drafts (a "
+                "recurrence cannot take back a wrong one, and in deterministic_mode it may not); "
+                "set it to none"
             )
         return Drafter(
             config,
@@ -364,6 +511,7 @@ class Batcher:
         )
 
     def _make_settings(self, params: TrtGptModelOptionalParams) -> Settings:
+        adapters = self._adapters
         return Settings(
             policy=self.policy,
             num_blocks=self.engine.num_blocks,
@@ -372,10 +520,15 @@ class Batcher:
             max_num_tokens=self.engine.max_num_tokens,
             chunking=self._chunking,
             enable_reuse=self.block_manager.enable_reuse,
-            may_copy_blocks=True,
+            may_copy_blocks=self.engine.num_snapshots is None,
+            num_snapshots=self.engine.num_snapshots or None,
             scheduler_class=params.scheduler_class,
             is_overlapped=self.is_overlapped,
             priority_span=params.priority_span,
+            num_adapter_pages=None if adapters is None else adapters.service.pages.num_pages,
+            windows=self.engine.windows,
+            max_drafts=self._max_drafts if any(self.engine.windows) else 0,
+            num_cross_blocks=self.engine.num_cross_blocks,
             max_drafting_batch=None
             if self._drafter is None
             else params.speculative_decoding_config.disable_by_batch_size,
@@ -411,5 +564,7 @@ class Batcher:
             )
         unit_size = params.context_chunk_unit or self.engine.tokens_per_block
         return ContextChunking(
-            params.context_chunking_policy, min(unit_size, self.engine.max_num_tokens)
+            params.context_chunking_policy,
+            min(unit_size, self.engine.max_num_tokens),
+            num_stages=params.pipeline_parallel_size,
         )

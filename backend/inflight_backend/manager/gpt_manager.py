@@ -36,17 +36,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from inflight_backend.calls import LoopCalls
-from inflight_backend.engine.interface import StepEngine
-from inflight_backend.errors import ErrorText, InvalidRequest
+from inflight_backend.engine.interface import RankedEngine, StepEngine
+from inflight_backend.errors import ConfigurationError, EngineLost, ErrorText, InvalidRequest
 from inflight_backend.guided.compiler import GuideService
+from inflight_backend.kv_events import KvEventPublisher
 from inflight_backend.log import get_logger
-from inflight_backend.manager.batcher import Batcher, effective_settings, load_engine
+from inflight_backend.manager.batcher import (
+    Batcher,
+    effective_settings,
+    load_engine,
+    make_adapters,
+)
 from inflight_backend.manager.health import DeadlineWatch, LoopHealth
 from inflight_backend.manager.intake import RequestIntake
 from inflight_backend.manager.logits_processors import NO_TOKEN
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams, check_parameter
 from inflight_backend.manager.responses import QueuedResponse, make_tensors
-from inflight_backend.manager.statistics import EventCounter, IterationStats, LengthHistograms
+from inflight_backend.manager.statistics import (
+    EventCounter,
+    IterationStats,
+    LengthHistograms,
+    RequestParameters,
+    RequestTimes,
+)
 from inflight_backend.manager.step_loop import StepLoop
 from inflight_backend.manager.wait_reasons import (
     WaitReasons,
@@ -248,7 +260,21 @@ class GptManager:
         policy, params = effective_settings(model_type, scheduler_policy, optional_params)
         engine = load_engine(model, params, on_progress, max_beam_width)
         is_v1 = model_type == TrtGptModelType.V1
-        self._use(Batcher(engine, policy, params, max_beam_width, is_v1=is_v1))
+        adapters = make_adapters(engine, params, model)
+        self.adapters = None if adapters is None else adapters.service
+        self.lengths, self.events = LengthHistograms(), EventCounter()
+        self.times = RequestTimes()
+        self._kv_events = self._publish_kv_events(engine, params)
+        batcher = Batcher(
+            engine,
+            policy,
+            params,
+            max_beam_width,
+            is_v1=is_v1,
+            adapters=adapters,
+            kv_events=self._kv_events,
+        )
+        self._use(batcher)
         self._guide_service = GuideService(
             params.guided_decoding_config,
             Path(model) if isinstance(model, str | Path) else None,
@@ -277,7 +303,6 @@ class GptManager:
         self._stats_cb = return_batch_manager_stats_cb
         self._terminate_req_id = terminate_req_id
         self.health, self._idle_check = LoopHealth(), IdleCheck()
-        self.lengths, self.events = LengthHistograms(), EventCounter()
         self._responses: deque[QueuedResponse] = deque()
         self._iteration = self._num_waiting = 0
         self._batch, self._is_idle = _NO_BATCH, True
@@ -285,7 +310,10 @@ class GptManager:
         self._stats = self._measure()
         self._calls = LoopCalls(self.wake)
         self._is_closing = False
+        self._tell_lost: list[Callable[[str], None]] = []
         self._idle_wait = IdleWait(self._guard, poll_when_idle)
+        if isinstance(engine, RankedEngine):
+            engine.when_lost(self._note_lost)
         is_prepared = self._calls.call_soon(engine.prepare_thread)
         self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
         self._thread.start()
@@ -303,6 +331,10 @@ class GptManager:
     def stats_json(self) -> str:
         """The statistics of the last iteration; while idle, of an iteration without a step."""
         return self._stats.to_json()
+
+    def adapter_labels(self) -> dict[str, str]:
+        """The labels of `LORA_REQUESTS` as of the last iteration; none without LoRA."""
+        return self._batcher.adapter_labels()
 
     def describe_load(self) -> str:
         """The load after the last iteration, for error messages; from any thread."""
@@ -334,9 +366,29 @@ class GptManager:
         """The state of the first active one of these, and why it waits; from any thread."""
         return self._calls.call_soon(lambda: describe_wait(self._batcher, *request_ids))
 
+    def inspect(
+        self, look: Callable[[Batcher, RequestTimes, IterationStats], _Result]
+    ) -> Future[_Result]:
+        """What ``look`` finds between two iterations, on the thread of the loop; it must be quick
+        and change nothing. From any thread."""
+        return self._calls.call_soon(lambda: look(self._batcher, self.times, self._stats))
+
     def recording(self) -> Future[Iterator[str]]:
         """The recorded lines of recent iterations (see `FlightRecorder`); from any thread."""
         return self._calls.call_soon(self._batcher.recorder.lines)
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """Have ``tell`` called with the reason, on any thread, when a rank of the engine is lost;
+        the loop, which may wait for that rank, ends all requests as soon as it can."""
+        self._tell_lost.append(tell)
+        if self.health.is_engine_lost:
+            tell(str(EngineLost()))
+
+    def _note_lost(self) -> None:
+        self.health.lose_engine()
+        for tell in self._tell_lost:
+            tell(str(EngineLost()))
+        self.wake()
 
     def shutdown(self) -> None:
         """End the loop once no request is active, and wait for that."""
@@ -369,12 +421,18 @@ class GptManager:
         try:
             self._batcher.recorder.close()
             self._guide_service.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
+            if isinstance(self.engine, RankedEngine):
+                self.engine.close()
         finally:
             self._calls.close()
 
     def _iterate(self) -> None:
         if not self._is_closing:
             self.fetch_new_requests()
+        if self.health.is_engine_lost and self.get_num_active_requests():
+            self._end_all(str(EngineLost()))
         self._intake.admit_ready()
         was_active = bool(self._active)
         self.finish_timed_out_requests()
@@ -382,6 +440,8 @@ class GptManager:
         self.return_completed_requests()
         self.poll_stop_signals()
         self._batcher.recorder.finish_iteration()
+        if self._kv_events is not None:
+            self._kv_events.end_iteration()
         self._stats = self._measure()
         if was_active:
             self.return_batch_manager_stats()
@@ -424,12 +484,13 @@ class GptManager:
             is_device_lost=self._steps.has_lost_device,
         )
         self._gatherer.executed(outcome.advanced, outcome.outputs)
+        self.times.stepped(self._batch, outcome.advanced, self._batcher.num_paused)
         self._stop_words.check()
         for request in outcome.concerned:
             self._apply(request)
         for request in outcome.failed:
             if self._active.get(request.request_id) is request:  # else a later one has its id
-                self._end(request, "the engine failed while it ran this request")
+                self._end(request, self._steps.why_failed)
 
     def return_completed_requests(self) -> None:
         """Send all responses of this iteration; everything of finished requests is free.
@@ -477,6 +538,8 @@ class GptManager:
         self, request: InferenceRequest, llm_request: LlmRequest, guide: CompiledGuide | None
     ) -> None:
         """Make a request known to all parts of the manager, or to none."""
+        if self.adapters is not None and llm_request.lora_task_id is not None:
+            self.adapters.store.acquire(llm_request.lora_task_id, request.adapter)
         try:
             self._rules.add(request, guide)
             self._active.add(llm_request)
@@ -484,14 +547,24 @@ class GptManager:
             if llm_request.beams is None:  # a beam search checks them in each beam
                 self._stop_words.add(llm_request, llm_request.stop_words)
             self._gatherer.add(llm_request, request.created_ns)
+            self.times.arrived(llm_request.request_id, request.created_ns)
+            self.times.parameters.append(RequestParameters.of(llm_request))
             self._batcher.recorder.arrived(llm_request, request.created_ns)
         except BaseException:
             self._rules.discard(llm_request.request_id)
             self._stop_words.forget(llm_request)
             self._gatherer.discard(llm_request.request_id)
+            self.times.ended(llm_request, "withdrawn")
             self._batcher.recorder.withdrawn(llm_request)
             self._active.remove(llm_request)
+            self._release_adapter(llm_request)
             raise
+        finally:
+            request.adapter = None  # as above: the object may be sent again
+
+    def _release_adapter(self, request: LlmRequest) -> None:
+        if self.adapters is not None and request.lora_task_id is not None:
+            self.adapters.store.release(request.lora_task_id)
 
     def _apply(self, request: LlmRequest) -> None:
         """Queue a response for a new token, or end its request."""
@@ -509,8 +582,10 @@ class GptManager:
         self._rules.discard(request.request_id)
         self._batcher.planner.release(request)
         if self._active.remove(request):
+            self._release_adapter(request)
             self._responses.append(QueuedResponse(request, is_final=True, error=error))
             self.health.ended()
+            self.times.ended(request, error)
             if not error:
                 self.lengths.ended(request)
             self._stop_words.forget(request)
@@ -523,6 +598,37 @@ class GptManager:
             self._end(request, error)
         else:  # it was released already: this replaces its final response
             self._responses.append(QueuedResponse(request, is_final=True, error=error))
+
+    def _publish_kv_events(
+        self, engine: StepEngine, params: TrtGptModelOptionalParams
+    ) -> KvEventPublisher | None:
+        """None if they are not wanted; `ConfigurationError` if nothing is kept to tell of."""
+        if params.kv_events is None:
+            return None
+        if not params.kv_cache_config.enable_block_reuse:
+            raise ConfigurationError(
+                "kv_events tells what is cached, but enable_kv_cache_reuse is false: set it to "
+                "true or remove kv_events"
+            )
+        if not engine.supports_block_reuse:
+            raise ConfigurationError(
+                "kv_events tells what is cached, but this checkpoint does not allow KV cache "
+                "reuse: remove kv_events"
+            )
+        if engine.windows[0] is not None:
+            raise ConfigurationError(
+                "kv_events tells what layers with full attention have cached, and this checkpoint "
+                "has none: remove kv_events"
+            )
+        return KvEventPublisher(
+            params.kv_events,
+            engine.tokens_per_block,
+            replay_endpoint=params.kv_events_replay,
+            topic=params.kv_events_topic or "",
+            event_format=params.kv_events_format,
+            on_drop=lambda: self.events.add("kv_events_dropped"),
+            **({} if self.adapters is None else {"name_of": self.adapters.name_of}),
+        )
 
     def _measure(self) -> IterationStats:
         return self._batcher.measure(

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from inflight_backend.errors import EngineLost
 from inflight_backend.log import get_logger
 from inflight_scheduler import ActiveRequests, LlmRequest
 
@@ -78,7 +79,9 @@ _OF_ONE_CALL = frozenset({1, 2, 9, 98, 209, 701, *range(900, 909)})
 
 def means_lost_device(error: BaseException) -> bool:
     """True for an error of the accelerator that every later call will also raise (an illegal
-    access, ECC, Xid): only a new process helps."""
+    access, ECC, Xid), or of a lost rank: only a new process helps."""
+    if isinstance(error, EngineLost):
+        return True
     torch = sys.modules.get("torch")  # an engine need not import it
     if torch is None or not isinstance(error, torch.AcceleratorError):
         return False
@@ -97,13 +100,16 @@ class LoopHealth:
         self._num_failures_in_a_row = 0
         self._num_rescues_in_a_row = 0
         self._is_recovering = self._is_device_lost = False
+        self.is_engine_lost = False
+        """True for good once a rank of the engine is lost: nothing can run any more."""
 
     @property
     def is_healthy(self) -> bool:
         """False while the loop resets, after too many failures in a row, and for good once the
         device is lost."""
         is_failing = self._num_failures_in_a_row >= MAX_FAILURES_IN_A_ROW
-        return not (self._is_recovering or self._is_device_lost or is_failing)
+        is_lost = self._is_device_lost or self.is_engine_lost
+        return not (self._is_recovering or is_lost or is_failing)
 
     @property
     def has_failed_again(self) -> bool:
@@ -134,6 +140,10 @@ class LoopHealth:
             self._num_failures_in_a_row = self._num_rescues_in_a_row = 0
         self._num_failures_in_a_row += has_failed
         self._is_device_lost |= is_device_lost
+
+    def lose_engine(self) -> None:
+        """A rank is lost; from any thread."""
+        self.is_engine_lost = True
 
     @contextmanager
     def recovering(self, iteration: int) -> Iterator[None]:

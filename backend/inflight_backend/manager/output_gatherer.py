@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from inflight_backend.engine.interface import ContextLogits, Logits, StepOutputs
+from inflight_backend.engine.interface import ContextLogits, ContextLogProbs, Logits, StepOutputs
 from inflight_backend.errors import CapacityExceeded
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.requests.outputs import MAX_LOGITS_BYTES, names_of_logits, num_logits_rows
@@ -30,6 +30,41 @@ _ROWS = {
     "generation_logits": "generation_logits",
 }
 """Field of `OutputParams` -> field of `StepOutputs`, of outputs with a row for each token."""
+
+
+class _PromptLogProbs:
+    """Log probabilities of a prompt's tokens from the second on, as far as they are known; NaN for
+    others."""
+
+    def __init__(self, request: LlmRequest) -> None:
+        self._tokens = request.tokens[: request.orig_prompt_len]
+        num = len(self._tokens) - 1
+        self._values = np.full(num, np.nan, dtype=np.float32)
+        shape = (num, request.outputs.num_top_log_probs)
+        self._top_ids = np.zeros(shape, dtype=np.int32)
+        self._top_log_probs = np.full(shape, np.nan, dtype=np.float32)
+
+    def keep(self, found: ContextLogProbs) -> None:
+        """Keep rows of the prompt: after a pause the context also holds the answer so far."""
+        start, num = found.start, len(found.top_ids)
+        end = min(start + num - 1, len(self._values))
+        if end > start:
+            self._values[start:end] = found.log_probs[: end - start]
+        last = start + num - 1
+        if last < len(self._values):
+            self._values[last] = found.last[self._tokens[last + 1]]
+        end = min(start + num, len(self._values))
+        if end > start:
+            self._top_ids[start:end] = found.top_ids[: end - start]
+            self._top_log_probs[start:end] = found.top_log_probs[: end - start]
+
+    def tensors(self) -> list[NamedTensor]:
+        """The outputs."""
+        tensors = [NamedTensor("context_log_probs", self._values[None])]
+        if self._top_ids.size:
+            tensors.append(NamedTensor("top_context_log_prob_ids", self._top_ids[None]))
+            tensors.append(NamedTensor("top_context_log_probs", self._top_log_probs[None]))
+        return tensors
 
 
 @dataclass(slots=True)
@@ -47,9 +82,11 @@ class _Gathered:
     last_token_ns: int = 0
     num_blocks: int = 0
     num_reused_blocks: int = 0
+    num_cached_tokens: int | None = None  # until it is told
     rows: dict[str, list[Any]] = field(default_factory=dict)  # of `StepOutputs`, one for each token
     context_logits: Logits | None = None
     num_context_rows: int = 0  # computed so far
+    prompt: _PromptLogProbs | None = None
     num_sent: int = 0
     cum_log_prob: float = 0.0
 
@@ -69,17 +106,20 @@ class OutputGatherer:
         asked = request.outputs
         if asked is not NO_OUTPUTS:
             has_totals = (
-                asked.context_logits
+                asked.needs_whole_context
                 or asked.num_input_tokens
                 or asked.num_output_tokens
                 or asked.perf_metrics
+                or asked.num_cached_tokens
             )
             self._gathered[request.request_id] = _Gathered(
                 request,
                 arrival_ns,
                 self._reserve(request),
                 has_totals,
-                asked.context_logits,
+                asked.needs_whole_context,
+                num_cached_tokens=0 if asked.num_cached_tokens else None,
+                prompt=_PromptLogProbs(request) if asked.context_log_probs else None,
                 rows={name: [] for output, name in _ROWS.items() if getattr(asked, output)},
             )
 
@@ -109,6 +149,8 @@ class OutputGatherer:
             rows = range(slot, slot + gathered.request.num_rows)
             gathered.num_blocks += sum(num_blocks[row] for row in rows)
             if slot in started:
+                if gathered.num_cached_tokens is not None and not gathered.first_scheduled_ns:
+                    gathered.num_cached_tokens = gathered.request.num_reused_tokens
                 gathered.num_reused_blocks += gathered.request.num_reused_blocks
                 gathered.first_scheduled_ns = gathered.first_scheduled_ns or now
 
@@ -122,8 +164,14 @@ class OutputGatherer:
             if gathered is not None:
                 gathered.first_token_ns = gathered.first_token_ns or now
                 gathered.last_token_ns = now
-                for name, rows in gathered.rows.items() if outputs is not None else ():
+                if outputs is None:
+                    continue
+                for name, rows in gathered.rows.items():
                     _keep(rows, getattr(outputs, name).get(request.request_id, ()), request)
+        for found in () if outputs is None else outputs.context_log_probs:
+            one = self._gathered.get(found.request_id)
+            if one is not None and one.prompt is not None:
+                one.prompt.keep(found)
         for context in () if outputs is None else outputs.context_logits:
             if context.request_id in self._gathered:
                 _keep_context(self._gathered[context.request_id], context)
@@ -173,23 +221,23 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
     outputs = gathered.request.outputs
     start, end = gathered.num_sent, gathered.num_sent + num_tokens
     gathered.num_sent = end
-    new = {name: rows[start:end] for name, rows in gathered.rows.items()}
+    kept = gathered.rows
     tensors: list[NamedTensor] = []
     if outputs.log_probs:
-        log_probs = new["log_probs"]
+        log_probs = kept["log_probs"][start:end]
         gathered.cum_log_prob += log_probs[0] if num_tokens == 1 else sum(log_probs)
         tensors.append(NamedTensor("output_log_probs", row(log_probs, FLOAT32)))
         tensors.append(NamedTensor("cum_log_probs", scalar(gathered.cum_log_prob, FLOAT32)))
     if outputs.log_prob_ranks:
-        tensors.append(NamedTensor("output_log_prob_ranks", row(new["ranks"], INT32)))
+        tensors.append(NamedTensor("output_log_prob_ranks", row(kept["ranks"][start:end], INT32)))
     if outputs.num_top_log_probs:
-        tops, shape = new["top_log_probs"], (1, 1, -1, outputs.num_top_log_probs)
+        tops, shape = kept["top_log_probs"][start:end], (1, 1, -1, outputs.num_top_log_probs)
         ids = np.array([ids for ids, _ in tops], dtype=np.int32).reshape(shape)
         values = np.array([values for _, values in tops], dtype=np.float32).reshape(shape)
         tensors.append(NamedTensor("top_log_probs", values))
         tensors.append(NamedTensor("top_log_prob_ids", ids))
     if outputs.generation_logits:
-        rows = new["generation_logits"]
+        rows = kept["generation_logits"][start:end]
         logits = np.stack(rows) if rows else np.empty((0, 0), dtype=np.float32)
         tensors.append(NamedTensor("generation_logits", logits[None, None]))
     if gathered.has_totals:
@@ -201,6 +249,9 @@ def _take_totals(gathered: _Gathered, num_output_tokens: int) -> list[NamedTenso
     """Outputs that do not depend on the number of beams."""
     outputs = gathered.request.outputs
     tensors: list[NamedTensor] = []
+    if gathered.awaits_context and gathered.prompt is not None:
+        tensors += gathered.prompt.tensors()
+        gathered.prompt, gathered.awaits_context = None, outputs.context_logits
     if gathered.awaits_context:
         logits = gathered.context_logits
         if logits is None:  # stopped before its first step
@@ -209,9 +260,13 @@ def _take_totals(gathered: _Gathered, num_output_tokens: int) -> list[NamedTenso
         logits = logits[: gathered.num_context_rows]
         tensors.append(NamedTensor("context_logits", logits[None]))
         gathered.context_logits, gathered.awaits_context = None, False
+    if gathered.num_cached_tokens is not None:
+        tensors.append(NamedTensor("num_cached_tokens", scalar(gathered.num_cached_tokens, INT32)))
+        gathered.num_cached_tokens = None
     if outputs.num_input_tokens:
-        prompt_len = scalar(gathered.request.orig_prompt_len, INT32)
-        tensors.append(NamedTensor("num_input_tokens", prompt_len))
+        request = gathered.request
+        prompt_len = request.encoder_length or request.orig_prompt_len
+        tensors.append(NamedTensor("num_input_tokens", scalar(prompt_len, INT32)))
     if outputs.num_output_tokens:
         tensors.append(NamedTensor("num_output_tokens", scalar(num_output_tokens, INT32)))
     if outputs.perf_metrics:

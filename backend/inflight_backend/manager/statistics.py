@@ -10,14 +10,27 @@ from __future__ import annotations
 import json
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import datetime
+from itertools import accumulate, islice
+from typing import Any
 
 from inflight_backend.manager.responses import num_shown
 from inflight_backend.speculative.drafter import DraftStats
+from inflight_protocol import (
+    GENERATION_TOKENS,
+    HISTOGRAMS,
+    PREEMPTIONS,
+    PREFIX_HITS,
+    PREFIX_QUERIES,
+    PROMPT_TOKENS,
+    SUCCESSES,
+)
 from inflight_scheduler import BeamSearch, FinishReason, LlmRequest, ScheduledBatch
+from inflight_scheduler.sampling import SamplingParams
 
 
 class EventCounter:
@@ -40,8 +53,16 @@ class EventCounter:
         return counts
 
 
+_FIRST, _GAP, _QUEUE, _WHOLE, _PROMPT, _ANSWER, _PREFILL, _DECODE = HISTOGRAMS
+_BOUNDS = {each.name: each.buckets for each in HISTOGRAMS}
+
 _MAX_UNREAD = 65_536
 """Requests kept until they are read; the oldest are dropped."""
+
+NUM_PARAMETERS = 512
+
+NUM_OBSERVATIONS = 4096
+"""Of first tokens and of gaps between tokens, so many are kept for who looks on."""
 
 
 class LengthHistograms:
@@ -78,6 +99,177 @@ class LengthHistograms:
     def take(self) -> list[tuple[int, int]]:
         """Prompt and answer tokens of each request since the last call."""
         return [self._lengths.popleft() for _ in range(len(self._lengths))]
+
+
+_FINISHED = {
+    FinishReason.END_ID: "stop",
+    FinishReason.STOP_WORDS: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TIMED_OUT: "length",
+    FinishReason.CANCELLED: "abort",
+}
+"""vLLM's word for what ended a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParameters:
+    """What a request asked for, without its tokens; of its sampling what is not the default."""
+
+    request_id: int
+    prompt_tokens: int
+    max_new_tokens: int
+    priority: float
+    is_streaming: bool
+    beam_width: int
+    lora_task_id: int | None
+    sampling: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, request: LlmRequest) -> RequestParameters:
+        """Of a request that has come; from any thread, as they never change."""
+        return cls(
+            request.request_id,
+            request.orig_prompt_len,
+            request.max_num_tokens - request.orig_prompt_len,
+            request.priority,
+            request.is_streaming,
+            request.beam_width,
+            request.lora_task_id,
+            {
+                name: _without_tokens(value)
+                for name, default in _SAMPLING_DEFAULTS
+                if (value := getattr(request.sampling, name)) != default
+            },
+        )
+
+
+_SAMPLING_DEFAULTS = [
+    (each.name, getattr(SamplingParams(), each.name)) for each in fields(SamplingParams)
+]
+
+
+def _without_tokens(value: Any) -> Any:
+    """Words, and tokens with a bias, are text, and may be many: how many there are."""
+    return f"{len(value)} of them" if isinstance(value, tuple) else value
+
+
+class RequestTimes:
+    """Times and lengths of requests, counted for the histograms of `inflight_protocol`; the loop's
+    thread adds, another one takes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buckets: dict[str, Counter[int]] = {each.name: Counter() for each in HISTOGRAMS}
+        self._sums: dict[str, float] = dict.fromkeys(self._buckets, 0.0)
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._token_at: dict[int, float] = {}  # the last token of requests in flight
+        self._arrived_at: dict[int, float] = {}
+        self._waiting: set[int] = set()
+        self._started_at: dict[int, float] = {}
+        self._first_at: dict[int, float] = {}
+        self._new: set[int] = set()  # without a token
+        self._num_counted: Counter[int] = Counter()  # tokens of requests in flight
+        self._observed: deque[tuple[bool, float, int]] = deque(maxlen=NUM_OBSERVATIONS)
+        self._num_observed = 0
+        self.parameters: deque[RequestParameters] = deque(maxlen=NUM_PARAMETERS)
+        """Of the last requests that came."""
+
+    def arrived(self, request_id: int, created_ns: int) -> None:
+        """A request is admitted; ``created_ns``: of the clock `time.monotonic_ns`."""
+        self._arrived_at[request_id] = created_ns / 1e9
+        self._waiting.add(request_id)
+        self._new.add(request_id)
+
+    def stepped(self, batch: ScheduledBatch, advanced: Sequence[LlmRequest], paused: int) -> None:
+        """A step was planned, another has run, and ``advanced`` have a new token."""
+        now = time.monotonic()
+        with self._lock:
+            for setup in batch.setups if self._waiting else ():
+                if setup.request_id in self._waiting:
+                    self._waiting.discard(setup.request_id)
+                    self._observe(_QUEUE.name, now - self._arrived_at[setup.request_id])
+                    self._started_at[setup.request_id] = now
+            known = self._arrived_at  # without those that have ended
+            numbers = [each.request_id for each in advanced if each.request_id in known]
+            # Most advanced in the same step before: their gaps are one.
+            for before, num in Counter(map(self._token_at.get, numbers)).items():
+                if before is not None:
+                    self._observe(_GAP.name, now - before, num)
+            for number in self._new.intersection(numbers) if self._new else ():
+                self._new.discard(number)
+                self._observe(_FIRST.name, now - self._arrived_at[number])
+                self._first_at[number] = now
+            self._token_at.update(dict.fromkeys(numbers, now))
+            self._num_counted.update(numbers)  # drafts that count, too, are added at the end
+            self._counts[GENERATION_TOKENS.name, ""] += len(numbers)
+            self._counts[PREEMPTIONS.name, ""] += paused
+
+    def ended(self, request: LlmRequest, error: str) -> None:
+        """A request leaves; one with an error is forgotten."""
+        number, reason = request.request_id, request.finish_reason
+        arrived = self._arrived_at.pop(number, None)
+        last_at = self._token_at.pop(number, None)
+        started_at = self._started_at.pop(number, None)
+        first_at = self._first_at.pop(number, None)
+        num_counted = self._num_counted.pop(number, 0)
+        self._waiting.discard(number)
+        self._new.discard(number)
+        if error or arrived is None or reason is None:
+            return
+        num_output = request.num_drawn_tokens - request.orig_prompt_len
+        with self._lock:
+            self._observe(_WHOLE.name, time.monotonic() - arrived)
+            if started_at is not None and first_at is not None:
+                self._observe(_PREFILL.name, first_at - started_at)
+            if first_at is not None and last_at is not None:
+                self._observe(_DECODE.name, last_at - first_at)
+            self._observe(_PROMPT.name, request.orig_prompt_len)
+            self._observe(_ANSWER.name, num_output)
+            num_prompt = request.orig_prompt_len
+            self._counts[PROMPT_TOKENS.name, ""] += num_prompt
+            self._counts[PREFIX_QUERIES.name, ""] += num_prompt
+            # After a pause its answer was looked for as well.
+            self._counts[PREFIX_HITS.name, ""] += min(request.num_reused_tokens, num_prompt)
+            self._counts[GENERATION_TOKENS.name, ""] += max(num_output - num_counted, 0)
+            self._counts[SUCCESSES.name, _FINISHED[reason]] += 1
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """What has come since the last call, by name of the family and value of its label."""
+        found: dict[str, dict[str, float]] = {}
+        with self._lock:
+            for (name, value), number in self._counts.items():
+                if number:
+                    found.setdefault(name, {})[value] = number
+            self._counts.clear()
+            for spec in HISTOGRAMS:
+                buckets, name = self._buckets[spec.name], spec.name
+                if not buckets:
+                    continue
+                bounds = [*(f"{each:g}" for each in spec.buckets), "+Inf"]
+                sizes = list(accumulate(buckets[place] for place in range(len(bounds))))
+                found[f"{name}_bucket"] = {
+                    bound: size for bound, size in zip(bounds, sizes, strict=True) if size
+                }
+                found[f"{name}_sum"] = {"": self._sums[name]}
+                found[f"{name}_count"] = {"": sizes[-1]}
+                buckets.clear()
+                self._sums[name] = 0.0
+        return found
+
+    def observed_since(self, number: int) -> tuple[int, list[tuple[bool, float, int]]]:
+        """How many observations there were of first tokens and gaps, and those behind ``number``,
+        as far as they are kept: whether it is of a first token, the seconds, and of how many tokens
+        it is."""
+        with self._lock:
+            num_new = min(max(self._num_observed - number, 0), len(self._observed))
+            return self._num_observed, list(islice(reversed(self._observed), num_new))[::-1]
+
+    def _observe(self, name: str, value: float, num: int = 1) -> None:
+        self._buckets[name][bisect_left(_BOUNDS[name], value)] += num
+        self._sums[name] += num * value
+        if name in (_FIRST.name, _GAP.name):
+            self._observed.append((name == _FIRST.name, value, num))
+            self._num_observed += 1
 
 
 class StaticBatchTally:

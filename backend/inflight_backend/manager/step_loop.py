@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from inflight_backend.engine.interface import PendingStep, StepOutputs
+from inflight_backend.errors import EngineLost
 from inflight_backend.log import get_logger
 from inflight_backend.manager.batcher import Batcher
 from inflight_backend.manager.health import means_lost_device
@@ -79,6 +80,8 @@ class StepLoop:
         self._running: tuple[ScheduledBatch, PendingStep] | None = None
         self.has_lost_device = False
         """True once a step has failed because the device is lost."""
+        self.why_failed = "the engine failed while it ran this request"
+        """What the requests of a failed step are told."""
 
     @property
     def is_running(self) -> bool:
@@ -120,6 +123,7 @@ class StepLoop:
         has_failed = False
         if not batch.is_empty:
             try:
+                batch = batcher.place_adapters(batch)
                 batcher.prepare_sampling(batch, before if outcome is None else None)
                 self._running = batch, batcher.engine.submit(batch)
                 batcher.planner.assume_step(batch)
@@ -140,6 +144,7 @@ class StepLoop:
         if batch.is_empty:
             return StepOutcome(batch)
         try:
+            batch = batcher.place_adapters(batch)
             batcher.prepare_sampling(batch)
             step = batcher.engine.submit(batch)
             tokens, outputs = step.read(), step.read_outputs()
@@ -172,6 +177,9 @@ class StepLoop:
     def _note_failure(self, batch: ScheduledBatch, error: Exception) -> None:
         _logger.exception("the step of iteration %d failed", batch.iteration)
         self.has_lost_device |= means_lost_device(error)
+        if isinstance(error, EngineLost):
+            self.why_failed = str(error)
+        self._batcher.forget_adapters()
 
 
 def _completed(

@@ -58,14 +58,14 @@ def describe_wait(batcher: Batcher, *request_ids: int) -> dict[str, Any]:
     waits = WaitReasons.of(batcher)
     place, reason = waits.by_id.get(request_id, (0, None))
     answer: dict[str, Any] = {
-        "state": _state(request, reason is None),
+        "state": state_of(request, is_running=reason is None),
         "reason": "runs in the coming iteration" if reason is None else str(reason),
         "request": request_id,
         "prompt_tokens": request.orig_prompt_len,
         "generated_tokens": request.num_generated_tokens,
         "max_new_tokens": request.max_num_tokens - request.orig_prompt_len,
         "num_pauses": request.num_pauses,
-        "held_blocks": batcher.block_manager.num_blocks_of(request_id),
+        "held_blocks": batcher.block_manager.num_distinct_blocks_of(request_id),
         "free_blocks": batcher.block_manager.num_free_blocks,
         "num_blocks": batcher.block_manager.num_blocks,
     }
@@ -111,9 +111,12 @@ def expiry_error(expired: Expired, waits: WaitReasons) -> str:
     return ErrorText.of(CapacityExceeded(waits.add_to(text, request.request_id, otherwise)))
 
 
-def _state(request: LlmRequest, is_running: bool) -> str:
+def state_of(request: LlmRequest, *, is_running: bool) -> str:
+    """What ``request`` does, in a word; ``is_running``: in the coming iteration."""
     if not is_running:
         return "paused" if request.num_pauses and request.seq_slot is None else "waiting"
+    if request.is_encoder_init_state:
+        return "encoder"
     return "context" if request.is_context_init_state else "generation"
 
 

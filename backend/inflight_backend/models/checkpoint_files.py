@@ -25,9 +25,11 @@ from typing import Any, NoReturn
 from safetensors import SafetensorError, safe_open
 
 from inflight_backend.errors import CheckpointError
+from inflight_backend.gguf_files import BLOCKS, SUFFIX, find_gguf, open_gguf, plain_name
 
 _MAX_BYTES = 64 * 2**20  # the index of a very large checkpoint has some 10 MB
-_REQUIRED: Any = object()  # default of a key without a default
+REQUIRED: Any = object()
+"""The default of a key without one."""
 
 
 class JsonReader:
@@ -63,7 +65,7 @@ class JsonReader:
     def _like(
         self, values: dict[str, Any], names: Mapping[str, str], asked: set[str] | None
     ) -> JsonReader:
-        reader = JsonReader(values, self._where, names)
+        reader = type(self)(values, self._where, names)
         reader._asked = asked
         return reader
 
@@ -123,7 +125,7 @@ class JsonReader:
         raise CheckpointError(f"{self._where}: {self._names.get(key, key)} {complaint}")
 
     def integer(
-        self, key: str, *, default: int = _REQUIRED, minimum: int = 1, maximum: int = 2**24
+        self, key: str, *, default: int = REQUIRED, minimum: int = 1, maximum: int = 2**24
     ) -> int:
         """An integer between the bounds."""
         value = self._get(key, default)
@@ -133,7 +135,7 @@ class JsonReader:
             self.fail(key, f"must be between {minimum} and {maximum}, not {_show(value)}")
         return value
 
-    def number(self, key: str, *, default: float = _REQUIRED) -> float:
+    def number(self, key: str, *, default: float = REQUIRED) -> float:
         """A finite number above 0."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -149,7 +151,7 @@ class JsonReader:
             self.fail(key, f"must be true or false, not {_show(value)}")
         return value
 
-    def text(self, key: str, *, default: str = _REQUIRED) -> str:
+    def text(self, key: str, *, default: str = REQUIRED) -> str:
         """A string."""
         value = self._get(key, default)
         if not isinstance(value, str):
@@ -182,7 +184,7 @@ class JsonReader:
         value = self._get(key, {})
         if not isinstance(value, dict):
             self.fail(key, f"must be an object, not {_show(value)}")
-        return JsonReader(value, f"{self._where}: {key}")
+        return type(self)(value, f"{self._where}: {key}")
 
     def sections(self, key: str) -> list[JsonReader]:
         """A list of nested objects; an absent one is empty."""
@@ -195,7 +197,7 @@ class JsonReader:
         value = self.value(key)
         if value is not None:
             return value
-        if default is _REQUIRED:
+        if default is REQUIRED:
             self.fail(key, "is missing")
         return default
 
@@ -241,7 +243,7 @@ def checkpoint_name(folder: Path) -> str:
     home = folder.parent.parent
     if folder.parent.name == "snapshots" and home.name.startswith(_OF_MODEL):
         return home.name.removeprefix(_OF_MODEL).replace("--", "/")
-    return folder.name
+    return plain_name(folder)
 
 
 def is_lfs_pointer(path: Path) -> bool:
@@ -254,7 +256,9 @@ def is_lfs_pointer(path: Path) -> bool:
 def find_config(folder: Path) -> Path:
     """The path of config.json; `CheckpointError` says what to give if ``folder`` has none."""
     if folder.is_file():
-        raise CheckpointError(f"{folder} is a file; give the checkpoint folder it is in")
+        raise CheckpointError(
+            f"{folder} is a file and no {SUFFIX}; give the checkpoint folder it is in"
+        )
     if not folder.is_dir():
         raise CheckpointError(
             f"the model folder {folder} does not exist; `inflight serve` fetches ORG/NAME from the "
@@ -271,7 +275,7 @@ def _hint_of_folder(folder: Path) -> str:
     if snapshot is not None:
         return f"give {snapshot.parent}"
     if (folder / "adapter_config.json").is_file():
-        return "it is an adapter (LoRA), which is not supported; merge it into its model"
+        return "it is an adapter (LoRA); give its base model, and this with --lora NAME=FOLDER"
     return "it is not a Hugging Face checkpoint"
 
 
@@ -294,8 +298,11 @@ _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 def weight_files(folder: Path) -> dict[str, set[str] | None]:
     """Weight file -> the tensors the index promises in it, None where there is no index.
 
-    `CheckpointError` says what the folder holds instead, and the way out.
+    Of a GGUF file that is its first part. `CheckpointError` says what the folder holds instead, and
+    the way out.
     """
+    if (gguf := find_gguf(folder)) is not None:
+        return {gguf.name: None}
     _refuse_adapter(folder)
     if (path := find_file(folder, INDEX)) is not None:
         files = _read_index(path)
@@ -320,6 +327,11 @@ def weight_names(folder: Path) -> list[str]:
     """The weight files that ``folder`` ought to have, whether they are there or not."""
     path = find_file(folder, INDEX)
     return [SINGLE] if path is None else list(_read_index(path))
+
+
+def has_weights(folder: Path) -> bool:
+    """False if a weight file of a checkpoint folder is not there."""
+    return folder.is_file() or all((folder / name).exists() for name in weight_names(folder))
 
 
 def _read_index(path: Path) -> dict[str, set[str] | None]:
@@ -348,8 +360,8 @@ def _refuse_adapter(folder: Path) -> None:
     for name in _ADAPTERS:
         if (folder / "adapter_config.json").is_file() and (folder / name).is_file():
             raise CheckpointError(
-                f"{name}: an adapter (LoRA) is not supported; merge it into its model, or take it "
-                "and adapter_config.json out of the folder"
+                f"{name}: an adapter (LoRA) beside its model is not supported; take it and "
+                "adapter_config.json out of the folder, and give theirs with --lora NAME=FOLDER"
             )
 
 
@@ -360,8 +372,6 @@ def _what_else(folder: Path) -> str:
             f"{pickles[0]}: only safetensors are read, a pickle could run code; convert it "
             f"(transformers: save_pretrained writes {SINGLE})"
         )
-    if quantised := _names(folder, "*.gguf"):
-        return f"{quantised[0]}: GGUF is not read; give the model's safetensors"
     if _names(folder, f"{_UNFINISHED}/*.incomplete"):
         return f"{folder}: its download was not finished; the same again continues ({_DOWNLOAD})"
     found = ", ".join(_names(folder, "*.safetensors")[:2])
@@ -386,6 +396,9 @@ class TensorHeader:
     @property
     def num_bytes(self) -> int:
         """Bytes in the file."""
+        if self.dtype in BLOCKS:
+            count, size = BLOCKS[self.dtype]
+            return prod(self.shape) // count * size
         return prod(self.shape) * _DTYPE_TO_BYTES.get(self.dtype, 1)
 
 
@@ -395,11 +408,21 @@ def open_weights(
 ) -> Iterator[tuple[dict[str, Any], dict[str, TensorHeader]]]:
     """The open weight files in ``folder`` by name, and the header of every tensor by its name.
 
-    ``framework`` is whose tensors the files give ("numpy", "pt"). `CheckpointError` names the file
-    that is missing, damaged, cut off or not what the index says.
+    ``framework`` is whose tensors the files give ("numpy", "pt"); a `GgufFile` gives bytes, and
+    tensors of three dimensions are listed as the rows of all their matrices. `CheckpointError`
+    names the file that is missing, damaged, cut off or not what the index says.
     """
     files: dict[str, Any] = {}
     headers: dict[str, TensorHeader] = {}
+    if (path := find_gguf(folder)) is not None:
+        gguf = open_gguf(path)
+        for name, tensor in gguf.tensors.items():
+            shape = tensor.shape
+            if len(shape) > 2:
+                shape = (prod(shape[:-1]), shape[-1])
+            headers[name] = TensorHeader(gguf.name, tensor.dtype, shape)
+        yield {gguf.name: gguf}, headers
+        return
     with ExitStack() as stack:
         for name, promised in weight_files(folder).items():
             files[name] = opened = stack.enter_context(_open_weights(folder, name, framework))

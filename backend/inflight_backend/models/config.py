@@ -6,7 +6,7 @@ needs, `decoder` computes it. Nothing behind this page knows a family's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,9 +29,10 @@ class RopeConfig:
     """One kind of turning: dimension ``i`` of a head with dimension ``i + dim / 2``, or neighbours.
 
     ``dim``: dimensions of a head that turn, even. ``is_interleaved``: dimension ``2 i`` turns with
-    ``2 i + 1``. ``kind``: as ``rope_type`` in config.json; the fields behind it belong to some
-    kinds only. ``attention_factor`` multiplies cosines and sines. ``num_turning``: pairs that turn
-    at all, the first ones (proportional). ``divisors``: of each frequency (longrope).
+    ``2 i + 1``; ``is_backwards``: by the negative angle. ``kind``: as ``rope_type`` in config.json;
+    the fields behind it belong to some kinds only. ``attention_factor`` multiplies cosines and
+    sines. ``num_turning``: pairs that turn at all, the first ones (proportional). ``divisors``: of
+    each frequency (longrope).
     """
 
     dim: int
@@ -48,6 +49,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     num_turning: int = 0
     divisors: tuple[float, ...] = ()
+    is_backwards: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,18 @@ def state_shapes(delta: DeltaConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
+class RelativeBias:
+    """A number for each head and distance, added to scores (T5): distances share ``num_buckets``,
+    those from ``max_distance`` on the last one. ``layer``: whose tensor it is.
+    ``is_bidirectional``: half of the buckets are for keys behind the query."""
+
+    num_buckets: int
+    max_distance: int
+    is_bidirectional: bool
+    layer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """The attention of one layer.
 
@@ -107,7 +121,8 @@ class AttentionConfig:
     "per_head_list": as a tensor each) or "plain" (no weight); None for none.
     ``is_value_key``: values are the keys before norm and turning. ``kv_source``: an earlier layer
     whose keys and values are read, instead of own ones. ``delta``: instead of attention there is a
-    recurrence, which caches no tokens. ``slopes``: of ALiBi, one for
+    recurrence, which caches no tokens. ``is_cross``: queries see all of an encoder's answer,
+    whose keys and values are cached once. ``slopes``: of ALiBi, one for
     each head. ``temperature``: (scale, span, shift) multiply a query at position p by
     ``1 + scale * log(1 + floor((p + shift) / span))``.
     """
@@ -135,6 +150,8 @@ class AttentionConfig:
     temperature: tuple[float, float, float] | None = None
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
+    relative_bias: RelativeBias | None = None
+    is_cross: bool = False
 
     @property
     def rotary_order(self) -> list[int] | None:
@@ -146,13 +163,17 @@ class AttentionConfig:
         dimensions. A dimension that does not turn has frequency 0.
         """
         rope = self.rope
-        if rope is None or (rope.dim == self.head_dim and not rope.is_interleaved):
+        if rope is None:
+            return None
+        if rope.dim == self.head_dim and not (rope.is_interleaved or rope.is_backwards):
             return None
         turning = range(rope.dim)
         if rope.is_interleaved:
             first, second = turning[::2], turning[1::2]
         else:
             first, second = turning[: rope.dim // 2], turning[rope.dim // 2 :]
+        if rope.is_backwards:
+            first, second = second, first
         rest = range(rope.dim, self.head_dim)
         return [*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :]]
 
@@ -175,13 +196,28 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUpConfig:
+    """Each token is ``num_streams`` rows, of which layers compute ``active`` (`blocks.altup`).
+    ``laurel_rank``: of a learned residual beside attention."""
+
+    num_streams: int
+    active: int
+    has_scale: bool
+    laurel_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class MlpConfig:
-    """A feed-forward layer: ``down(act(gate) * up)``, or ``down(act(up))`` without a gate."""
+    """A feed-forward layer: ``down(act(gate) * up)``, or ``down(act(up))`` without a gate.
+
+    ``sparsity``: the share of gates that are taken for the smallest, and are 0.
+    """
 
     size: int
     activation: str = "silu"
     is_gated: bool = True
     has_bias: bool = False
+    sparsity: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +251,8 @@ class MoeConfig:
     """A mixture of ``num_experts`` experts of ``size``, ``top_k`` of them for each token.
 
     ``shared``: one that all tokens pass; ``has_shared_gate``: its answer is multiplied by the
-    sigmoid of a linear. ``has_bias`` and ``has_router_bias`` as named.
+    sigmoid of a linear. ``has_bias`` and ``has_router_bias`` as named. ``held_experts``: those from
+    the first to the one behind the last are held here, the others by other ranks; None: all are.
     """
 
     num_experts: int
@@ -227,6 +264,13 @@ class MoeConfig:
     has_router_bias: bool = False
     shared: MlpConfig | None = None
     has_shared_gate: bool = False
+    held_experts: tuple[int, int] | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Experts that are held here."""
+        first, end = self.held_experts or (0, self.num_experts)
+        return end - first
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +283,8 @@ class LayerConfig:
     """Experts whose answer is added to that of ``mlp``, with norms of their own."""
     has_scalar: bool = False
     """The layer's answer is multiplied by a number."""
+    cross: AttentionConfig | None = None
+    """Attention over the answer of an encoder, between ``attention`` and ``mlp``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +294,11 @@ class WeightNames:
     ``qkv`` and ``gate_up``: fused ones. ``qkv_layout``: "rows" ([q; k; v]), "per_head" (q, k, v of
     each head), "per_group" (the queries of a KV head, its key, its value) or "codegen".
     ``attention_gate``: of gates that have a linear of their own; None: they lie behind each query
-    head. ``is_transposed``: weights are [inputs, outputs]. ``expert_layout``: see `parameters`.
+    head. ``latent_halves``: what takes keys and values from latents, where these are apart.
+    ``head_bias``: of one that is a row of its own.
+    ``shared_parts``: gate and up of the expert that all tokens pass, where these are not called as
+    in other layers. ``is_transposed``: weights are [inputs, outputs]. ``expert_layout``: see
+    `parameters`.
     """
 
     prefix: str = "model."
@@ -275,10 +325,15 @@ class WeightNames:
         "kv_a_layernorm",
         "kv_b_proj",
     )
+    latent_halves: tuple[str, str] | None = None
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     attention_gate: str | None = None
     sinks: str = "sinks"
+    relative_bias: str = "relative_attention_bias"
+    cross: str = "encoder_attn."
+    cross_norm: str = "encoder_attn_layer_norm"
+    head_bias: str | None = None
     mlp: str = "mlp."
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -293,6 +348,7 @@ class WeightNames:
     expert_down: str = "down_proj"
     shared: str = "shared_experts."
     shared_gate_up: str | None = None
+    shared_parts: tuple[str, str] | None = None
     shared_down: str = "down_proj"
     shared_gate: str = "shared_expert_gate"
     is_transposed: bool = False
@@ -318,9 +374,13 @@ class ModelConfig:
     ``position_offset``: of the first row of a learned table of positions, or of sines and cosines
     that are computed (``has_sinusoids``); None: without.
     ``embedding_size``: of the table where that differs from ``hidden_size``. ``layer_input_size``:
-    of a second embedding of tokens, one for each layer (`blocks.layer_inputs`). ``ignored``:
+    of a second embedding of tokens, one for each layer (`blocks.layer_inputs`), which has
+    ``layer_input_rows`` (None: all tokens). ``ignored``:
     patterns of tensors that have no use here. ``quantization``: of the checkpoint's linears, if
-    they are quantised.
+    they are quantised. ``encoder``: what reads the prompt, where the decoder only attends to its
+    answer; it shares the embedding, each of its tokens sees all others (``is_encoder``), and the
+    text of the decoder begins with ``start_ids``. ``kv_scales``: the ends of the names of two
+    tensors of a layer's attention, the scales of its keys and values in a KV cache of 8 bits.
     """
 
     architecture: str
@@ -336,6 +396,8 @@ class ModelConfig:
     has_sinusoids: bool = False
     embedding_size: int | None = None
     layer_input_size: int = 0
+    layer_input_rows: int | None = None
+    altup: AltUpConfig | None = None
     embedding_scale: float = 1.0
     has_embedding_norm: bool = False
     residual_scale: float = 1.0
@@ -346,6 +408,10 @@ class ModelConfig:
     names: WeightNames = field(default_factory=WeightNames)
     ignored: tuple[str, ...] = ()
     quantization: Quantization | None = None
+    kv_scales: tuple[str, str] | None = None
+    encoder: ModelConfig | None = None
+    is_encoder: bool = False
+    start_ids: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -391,6 +457,13 @@ class ModelConfig:
         return [layer.attention for layer in self.layers if layer.attention.delta is None]
 
     @property
+    def cross_model(self) -> ModelConfig:
+        """The same with the attention over the encoder's answer in place of that over the text."""
+        return self.with_layers(
+            lambda _, layer: layer if layer.cross is None else replace(layer, attention=layer.cross)
+        )
+
+    @property
     def rope_kinds(self) -> list[tuple[RopeConfig | None, int]]:
         """(rotary embedding, head_dim) of the layers, each pair once: a table each."""
         return list(dict.fromkeys((each.rope, each.head_dim) for each in self.attending))
@@ -398,6 +471,21 @@ class ModelConfig:
     def with_layers(self, change: Callable[[int, LayerConfig], LayerConfig]) -> ModelConfig:
         """The same with each layer, by number, changed."""
         return replace(self, layers=tuple(change(*each) for each in enumerate(self.layers)))
+
+    def with_window_limits(self, sizes: Sequence[int]) -> ModelConfig:
+        """Layer ``i`` sees the last ``sizes[i % len(sizes)]`` tokens at most, one that reads
+        another layer's keys and values as many as that one; without ``sizes`` nothing changes."""
+        if not sizes:
+            return self
+
+        def limited(index: int, attention: AttentionConfig) -> dict[str, Any]:
+            owner = index if attention.kv_source is None else attention.kv_source
+            size = sizes[owner % len(sizes)]
+            if attention.delta is not None or size >= self.max_position_embeddings:
+                return {}
+            return {"window": min(size, attention.window or size)}
+
+        return self.with_attention(limited)
 
     def with_attention(
         self, change: Callable[[int, AttentionConfig], Mapping[str, Any]]
@@ -408,3 +496,150 @@ class ModelConfig:
                 layer, attention=replace(layer.attention, **change(index, layer.attention))
             )
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Where the keys and values of layers lie in the KV pool.
+
+    A block holds ``tokens_per_block`` tokens of one group of layers: those that see the whole text
+    are one, and those with a window as many groups as it takes to make the groups nearly equal, for
+    all take their blocks from one pool. ``windows`` are those of the groups (None: no window). A
+    block is made of regions, of ``region_sizes`` numbers for each token. ``groups`` has the group
+    of each layer, and ``places`` region and first column of its keys and of its values (the same
+    twice where these are one tensor; none of layers that keep no tokens).
+    """
+
+    windows: tuple[int | None, ...]
+    region_sizes: tuple[int, ...]
+    groups: tuple[int, ...]
+    places: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Of a block, for each of its tokens."""
+        return sum(self.region_sizes)
+
+    def num_blocks(self, num_tokens: int, tokens_per_block: int) -> int:
+        """Blocks that a text of ``num_tokens`` holds while the next token is computed."""
+        total = -(-num_tokens // tokens_per_block)
+        spans = [
+            total if window is None else min(total, (window - 2) // tokens_per_block + 2)
+            for window in self.windows
+        ]
+        return sum(spans)
+
+
+_MAX_GROUPS = 16
+_WORTH_IT = 0.95  # each group is another table to fill
+
+
+def make_cache_layout(model: ModelConfig, max_seq_len: int, *, is_shared: bool) -> CacheLayout:
+    """The layout that takes least for a text of ``max_seq_len`` tokens; one group where others
+    would not save a twentieth.
+
+    A chunk counts as a window of its size. ``is_shared``: texts share blocks of their answers (beam
+    search), so nothing can be given back, and all layers are one group.
+    """
+    layers = [layer.attention for layer in model.layers]
+    kinds: dict[int | None, list[int]] = {}
+    for index, each in enumerate(layers):
+        if each.num_cached:
+            seen = min(filter(None, (each.window, each.chunk)), default=max_seq_len)
+            window = None if is_shared or seen >= max_seq_len else seen
+            kinds.setdefault(window, []).append(index)
+    everything = [index for index, each in enumerate(layers) if each.num_cached]
+    if len(kinds) <= 1:
+        return _one_group(layers, everything, next(iter(kinds), None))
+    size = max(each.kv_size for each in layers)
+    # The first group is that of layers without a window, if there are some.
+    ordered = sorted(kinds, key=lambda window: (window is not None, window or 0))
+    num_least = min(len(_pack(layers, kinds[window], size)) for window in ordered)
+    if None in kinds:
+        num_least = len(_pack(layers, kinds[None], size))
+    layouts = []
+    for num_regions in range(max(num_least, 2), len(_pack(layers, everything, size)) + 1):
+        layout = _grouped(layers, [(each, kinds[each]) for each in ordered], size, num_regions)
+        if len(layout.windows) <= _MAX_GROUPS:
+            layouts.append(layout)
+
+    def numbers(layout: CacheLayout) -> int:
+        return layout.numbers_per_token * layout.num_blocks(max_seq_len, 1)
+
+    together = _one_group(layers, everything, None)
+    best = min(layouts, key=numbers, default=together)
+    return best if numbers(best) < _WORTH_IT * numbers(together) else together
+
+
+def _one_group(
+    layers: Sequence[AttentionConfig], keeping: Sequence[int], window: int | None
+) -> CacheLayout:
+    """All layers side by side, each tensor a region."""
+    sizes, places = list[int](), dict[int, tuple[tuple[int, int], ...]]()
+    for index in keeping:
+        each = layers[index]
+        first = len(sizes)
+        sizes += [each.kv_size] * each.num_cached
+        places[index] = ((first, 0), (len(sizes) - 1, 0))
+    return _layout(layers, (window,), sizes, dict.fromkeys(keeping, 0), places)
+
+
+def _grouped(
+    layers: Sequence[AttentionConfig],
+    kinds: Sequence[tuple[int | None, Sequence[int]]],
+    size: int,
+    num_regions: int,
+) -> CacheLayout:
+    """Groups of up to ``num_regions`` regions of ``size`` numbers for a token."""
+    windows: list[int | None] = []
+    groups, places = dict[int, int](), dict[int, tuple[tuple[int, int], ...]]()
+    for window, indices in kinds:
+        left = list(indices)
+        while left:
+            taken = list(left)
+            while len(packed := _pack(layers, taken, size)) > num_regions:
+                del taken[-1]
+            for region, tensors in enumerate(packed):
+                for index, column in tensors:
+                    places[index] = (*places.get(index, ()), (region, column))
+            groups.update(dict.fromkeys(taken, len(windows)))
+            windows.append(window)
+            left = left[len(taken) :]
+    places = {index: (found[0], found[-1]) for index, found in places.items()}
+    return _layout(layers, tuple(windows), [size] * num_regions, groups, places)
+
+
+def _pack(
+    layers: Sequence[AttentionConfig], indices: Sequence[int], size: int
+) -> list[list[tuple[int, int]]]:
+    """Regions of ``size`` numbers for a token, filled in turn with the tensors of these layers:
+    layer and first column of each."""
+    regions: list[list[tuple[int, int]]] = []
+    column = size
+    for index in indices:
+        for _ in range(layers[index].num_cached):
+            if column + layers[index].kv_size > size:
+                regions.append([])
+                column = 0
+            regions[-1].append((index, column))
+            column += layers[index].kv_size
+    return regions
+
+
+def _layout(
+    layers: Sequence[AttentionConfig],
+    windows: tuple[int | None, ...],
+    sizes: Sequence[int],
+    groups: Mapping[int, int],
+    places: Mapping[int, tuple[tuple[int, int], ...]],
+) -> CacheLayout:
+    """With the layers that read another one's memory."""
+    sources = [
+        index if each.kv_source is None else each.kv_source for index, each in enumerate(layers)
+    ]
+    return CacheLayout(
+        windows,
+        tuple(sizes),
+        tuple(groups.get(source, 0) for source in sources),
+        tuple(places.get(source, ()) for source in sources),
+    )

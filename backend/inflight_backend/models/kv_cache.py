@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Protocol, TypeAlias
 
+import psutil
 import torch
 from torch import Tensor
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.config import DeltaConfig, state_shapes
+from inflight_backend.models.config import CacheLayout, DeltaConfig, state_shapes
+from inflight_scheduler import ScheduledBatch
 
 
 def allocator_bytes() -> int:
@@ -17,6 +22,25 @@ def allocator_bytes() -> int:
     table of all of torch's numbers first: some 50 us of Python, more than a step is planned in.)"""
     numbers = torch.cuda.memory_stats_as_nested_dict()
     return int(numbers["reserved_bytes"]["all"]["current"])
+
+
+_RESIDENT_SECONDS = 0.2
+
+
+class ResidentMemory:
+    """Resident memory of this process, for every iteration."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._num_bytes = 0
+        self._read_again_at = -math.inf
+
+    def num_bytes(self) -> int:
+        """As of the last 0.2 s: the kernel takes some 30 us to tell it."""
+        if (now := time.monotonic()) >= self._read_again_at:
+            self._read_again_at = now + _RESIDENT_SECONDS
+            self._num_bytes = self._process.memory_info().rss
+        return self._num_bytes
 
 
 class DeviceMemory(Protocol):
@@ -58,31 +82,63 @@ class CudaMemory:
         return int(torch.cuda.max_memory_reserved()) - self._bytes_before
 
 
+_FP8_NAN = 0x7F  # of e4m3fn, beside a sign
 CopyBlocks: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Source and destination [num_layers, num_blocks, ...], and the ids of pairs of blocks: see
-`inflight_kernels.ops.copy_blocks`."""
+`inflight_kernels.ops.attention.copy_blocks`."""
 
 
 class RecurrentStates:
     """What layers with a recurrence know of the text of each slot, and of the padding slot: the
-    last inputs of the convolution [num_slots + 1, channels, conv_size - 1], and a matrix for each
-    head [num_slots + 1, heads, key_dim, value_dim] float32."""
+    last inputs of the convolution [num_rows, channels, conv_size - 1], and a matrix for each
+    head [num_rows, heads, key_dim, value_dim] float32. Behind the rows of the slots are those of
+    the snapshots (`StateSnapshots`).
+    """
 
     def __init__(
-        self, deltas: Mapping[int, DeltaConfig], num_slots: int, dtype: torch.dtype, device: str
+        self,
+        deltas: Mapping[int, DeltaConfig],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: str,
+        num_snapshots: int = 0,
     ) -> None:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._first_snapshot = num_slots + 1
+        num_rows = num_slots + 1 + num_snapshots
         for index, delta in deltas.items():
             try:
                 self._layers[index] = tuple(  # type: ignore[assignment]
-                    torch.zeros((num_slots + 1, *shape), dtype=kind, device=device)
+                    torch.zeros((num_rows, *shape), dtype=kind, device=device)
                     for shape, kind in zip(state_shapes(delta), (dtype, torch.float32), strict=True)
                 )
             except (RuntimeError, MemoryError):
                 raise ConfigurationError(
-                    f"no memory on {device} for the states of {num_slots} slots; lower "
-                    "max_batch_size"
+                    f"no memory on {device} for the states of {num_slots} slots and "
+                    f"{num_snapshots} snapshots; lower max_batch_size or max_state_snapshots"
                 ) from None
+        self._cuts: Sequence[Sequence[tuple[int, int]]] = ()
+
+    def begin(self, batch: ScheduledBatch) -> None:
+        """Copy what ``batch`` has restored and saved before it runs; its chunks are next."""
+        pairs = [(self._first_snapshot + each.snapshot, each.slot) for each in batch.restored]
+        pairs += [(each.slot, self._first_snapshot + each.snapshot) for each in batch.saved]
+        for source, destination in pairs:
+            for tensors in self._layers.values():
+                for tensor in tensors:
+                    tensor[destination].copy_(tensor[source])
+        self._cuts = [
+            [
+                (num_tokens - run.start, self._first_snapshot + snapshot)
+                for num_tokens, snapshot in run.snapshots
+            ]
+            for run in batch.runs
+        ]
+
+    def cuts(self, chunk: int) -> Sequence[tuple[int, int]]:
+        """After how many of its tokens the state of the slot of this chunk is put into which row,
+        in ascending order."""
+        return self._cuts[chunk] if self._cuts else ()
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs of the convolution, and matrices, of a layer."""
@@ -96,53 +152,56 @@ class RecurrentStates:
 
 
 class KvPool:
-    """Keys and values of all layers: for the layers of one shape one tensor [num_layers, 2 (1 where
-    the keys are the values), num_blocks, tokens_per_block, num_kv_heads, head_dim].
+    """Keys and values of all layers, in the regions of a `CacheLayout`: for the regions of one size
+    one tensor [num_regions, num_blocks, tokens_per_block, size].
 
     It starts as zeros, and engines keep NaN out of blocks they hand on (`clean`).
     """
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, int, int] | int],
+        layout: CacheLayout,
+        heads: Sequence[tuple[int, int]],
         num_blocks: int,
         tokens_per_block: int,
         dtype: torch.dtype,
         device: str,
         copy_blocks: CopyBlocks | None = None,
     ) -> None:
-        """``shapes``: (tensors, num_kv_heads, head_dim) of each layer, or the number of an earlier
-        layer whose memory it reads. Blocks are copied by
+        """``heads``: (num_kv_heads, head_dim) of each layer. Blocks are copied by
         ``copy_blocks``; None: by torch, which takes tens of launches where a tensor has more than
         2^31 numbers."""
+        self.layout = layout
         self._copy_blocks = copy_blocks
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
         self._tensors: list[Tensor] = []
-        self._layers: list[tuple[Tensor, Tensor]] = [None] * len(shapes)  # type: ignore[list-item]
         self.dtype, self.device = dtype, torch.device(device)
-        for shape in dict.fromkeys(each for each in shapes if not isinstance(each, int)):
-            if shape[0] == 0:  # layers that keep no tokens
-                continue
-            layers = [index for index, each in enumerate(shapes) if each == shape]
-            size = (len(layers), shape[0], num_blocks, tokens_per_block, *shape[1:])
+        sizes, regions = layout.region_sizes, dict[int, Tensor]()
+        for size in dict.fromkeys(sizes):
+            shape = (sizes.count(size), num_blocks, tokens_per_block, size)
             try:
-                memory = torch.zeros(size, dtype=dtype, device=device)
+                memory = torch.zeros(shape, dtype=dtype, device=device)
             except (RuntimeError, MemoryError):
                 raise ConfigurationError(
                     f"no memory on {device} for {num_blocks} KV blocks; "
                     "lower max_tokens_in_paged_kv_cache"
                 ) from None
             self._tensors.append(memory)
-            for index, layer in zip(layers, memory, strict=True):
-                self._layers[index] = (layer[0], layer[-1])
-        for index, source in enumerate(shapes):
-            if isinstance(source, int):
-                self._layers[index] = self._layers[source]
+            own = [number for number, each in enumerate(sizes) if each == size]
+            regions |= zip(own, memory, strict=True)
+        self._layers = [
+            [
+                torch.unflatten(regions[region][..., column : column + prod(shape)], -1, shape)
+                for region, column in places
+            ]
+            for places, shape in zip(layout.places, heads, strict=True)
+        ]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each [num_blocks, tokens_per_block, KVH, head_dim]."""
-        return self._layers[index]
+        keys, values = self._layers[index]
+        return keys, values
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
         """Blocks ``destinations`` [n] int32 get what ``sources`` [n] hold; all are read before any
@@ -151,9 +210,8 @@ class KvPool:
             # FP8 travels as bytes: torch has few operations on it.
             memory = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
             if self._copy_blocks is None:
-                memory.index_copy_(2, destinations.long(), memory.index_select(2, sources.long()))
+                memory.index_copy_(1, destinations.long(), memory.index_select(1, sources.long()))
                 continue
-            memory = memory.flatten(0, 1)
             staging = memory.new_empty((len(memory), len(sources), *memory.shape[2:]))
             places = torch.arange(len(sources), dtype=sources.dtype, device=sources.device)
             self._copy_blocks(memory, staging, sources, places)
@@ -164,5 +222,12 @@ class KvPool:
         if block_ids:
             for memory in self._tensors:
                 ids = torch.tensor(block_ids, device=memory.device)
-                blocks = memory.index_select(2, ids)
-                memory.index_copy_(2, ids, blocks.nan_to_num_())
+                if memory.dtype == torch.int8:  # has none
+                    continue
+                if memory.dtype == torch.float8_e4m3fn:
+                    blocks = memory.view(torch.uint8).index_select(1, ids)
+                    blocks.masked_fill_(blocks & _FP8_NAN == _FP8_NAN, 0)
+                    memory.view(torch.uint8).index_copy_(1, ids, blocks)
+                    continue
+                blocks = memory.index_select(1, ids)
+                memory.index_copy_(1, ids, blocks.nan_to_num_())

@@ -6,14 +6,34 @@ The decoder hands it from the op that made it to the layer and never looks insid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from inflight_backend.models.layers import Activation, Fp8Linear, Linear, Quantized, quantize
+from inflight_backend.models.quantization.linears import (
+    MakePackedExperts,
+    MakePackedLinear,
+    make_packed_experts,
+    make_packed_linear,
+)
 from inflight_kernels import reference
+
+
+class LayerParts(NamedTuple):
+    """A layer of the block "pre" with RMS norms: their weights, and the blocks behind them."""
+
+    input_norm: Tensor
+    attention: Any
+    mlp_norm: Tensor
+    mlp: Any
+
+
+RunLayers: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor | None]
+"""What the layers and the norm behind them make of x [T, hidden] in an attention step, of the rows
+that are named (None: of all); None if it cannot do this step, and nothing is done then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +42,9 @@ class Ops:
 
     ``rms_norm``, ``add_rms_norm`` and ``silu_mul`` feed linears; ``to_activation`` makes of plain
     numbers what a linear reads, ``final_norm`` is ``add_rms_norm`` in plain numbers, for the head.
+    Linears of quantised checkpoints read plain numbers. ``join_layers``, of a model's layers, the
+    weight of the norm behind them and the eps of all norms, gives what runs them all at once, None
+    if nothing does.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Activation]
@@ -31,9 +54,13 @@ class Ops:
     plain_rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     plain_silu_mul: Callable[[Tensor], Tensor]
     grouped_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    delta_step: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     to_activation: Callable[[Tensor], Activation]
     make_linear: Callable[[Any, Tensor | None], Callable[[Any], Tensor]]
+    make_packed_linear: MakePackedLinear
+    make_packed_experts: MakePackedExperts
     make_head: Callable[[Tensor], Callable[[Tensor], Tensor]]
+    join_layers: Callable[[Sequence[LayerParts], Tensor, float], RunLayers | None]
     greedy: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
     sample_with_log_probs: Callable[
@@ -57,9 +84,13 @@ TORCH_OPS = Ops(
     plain_rms_norm=reference.rms_norm,
     plain_silu_mul=reference.silu_mul,
     grouped_linear=reference.grouped_linear,
+    delta_step=reference.delta_step,
     to_activation=_identity,
     make_linear=Linear,
+    make_packed_linear=make_packed_linear,
+    make_packed_experts=make_packed_experts,
     make_head=Linear,
+    join_layers=lambda layers, final_norm, eps: None,
     greedy=reference.greedy,
     sample=reference.sample,
     sample_with_log_probs=reference.sample_with_log_probs,

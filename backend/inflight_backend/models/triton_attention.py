@@ -22,13 +22,13 @@ from inflight_backend.models.attention import (
 )
 from inflight_backend.models.config import AttentionConfig, ModelConfig
 from inflight_backend.models.kv_cache import KvPool, RecurrentStates
-from inflight_kernels.ops.paged_attention_context import paged_attention_context
-from inflight_kernels.ops.paged_attention_generation import (
+from inflight_kernels.ops.attention.paged_attention_context import paged_attention_context
+from inflight_kernels.ops.attention.paged_attention_generation import (
     GenerationWork,
     paged_attention_generation,
     plan_generation,
 )
-from inflight_kernels.ops.rope_write_kv import rope_write_kv
+from inflight_kernels.ops.attention.rope_write_kv import rope_write_kv
 
 DETERMINISTIC_SPLITS = 16
 """Splits of a row in the deterministic mode: a row of 2,048 tokens fills 16 programs per KV head,
@@ -36,9 +36,10 @@ as many as a batch of 8 of an 8B needs on 132 multiprocessors; a large batch pay
 
 
 class TritonAttention:
-    """Kernels on the memory of one pool, whose KV may be FP8."""
+    """Kernels on the memory of one pool, whose KV may have 8 bits."""
 
     reads_past_the_end = False
+    can_be_captured = True
 
     def __init__(
         self,
@@ -49,12 +50,13 @@ class TritonAttention:
         *,
         is_deterministic: bool = False,
     ) -> None:
-        # A recurrence reads lengths from the host.
-        self._states, self.can_be_captured = states, not model.deltas
+        # A recurrence over a chunk reads its length from the host.
+        self._states, self.can_capture_chunks = states, not model.deltas
         # Then splits and tiles depend on a row's own length, not on the batch.
         self._num_splits = DETERMINISTIC_SPLITS if is_deterministic else None
         self._pool = pool
         self._layers = [layer.attention for layer in model.layers]
+        self._groups = pool.layout.groups
         self._tables = [tables.get((each.rope, each.head_dim)) for each in self._layers]
         self._slopes = [make_slopes(each, pool.device) for each in self._layers]
 
@@ -66,14 +68,14 @@ class TritonAttention:
         if inputs.host is not None:
             longest = int(inputs.host.query.max())
         tables, lengths = inputs.block_tables, inputs.context_lengths
-        chunks = Chunks(tables[count:], lengths[count:], inputs.query_starts, longest)
+        chunks = Chunks(tables[:, count:], lengths[count:], inputs.query_starts, longest)
         attending = [(index, each) for index, each in enumerate(self._layers) if not each.delta]
         kinds = {_kind_of(each): index for index, each in attending} if count else {}
         work = {
             kind: plan_generation(
                 self._layers[index].num_heads,
                 self._pool.layer(index)[0],
-                tables[:count],
+                tables[0, :count],
                 lengths[:count],
                 self._layers[index].window,
                 chunk=self._layers[index].chunk,
@@ -81,7 +83,7 @@ class TritonAttention:
             )
             for kind, index in kinds.items()
         }
-        generations = Generations(tables[:count], lengths[:count], work)
+        generations = Generations(tables[:, :count], lengths[:count], work)
         return _TritonStep(inputs, self._states, self, chunks, generations)
 
     def write(
@@ -92,68 +94,82 @@ class TritonAttention:
         inputs: AttentionInputs,
     ) -> Tensor:
         """Norm and turn, store key and value; the query that is to attend."""
-        config, slot_mapping = self._layers[layer], inputs.slot_mapping
+        config, slot_mapping = self._layers[layer], inputs.slot_mapping[self._groups[layer]]
+        keys, values = self._caches(layer)
         table = self._tables[layer]
         assert table is not None, "a recurrence turns nothing"
         if config.kv_source is not None:  # any heads will do for what is not kept
             heads = torch.cat((heads, *[heads[:, : config.num_kv_heads]] * 2), dim=1)
             slot_mapping = torch.full_like(slot_mapping, -1)
-        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        query, key, value = torch.split(heads, sizes, dim=1)
+        sizes = [config.num_heads] + [config.num_kv_heads] * (1 if values is None else 2)
+        query, key, *value = torch.split(heads, sizes, dim=1)
         return rope_write_kv(
             query,
             key,
-            value,
+            value[0] if value else None,
             table,
             inputs.positions,
-            *self._pool.layer(layer),
+            keys,
+            values,
             slot_mapping,
             parameters.query_norm,
             parameters.key_norm,
             config.qk_norm_kind.eps,
             is_norm_after_rope=config.is_norm_after_rope,
+            **self._scales(parameters),
         )
 
     def attend_context(
         self,
         layer: int,
         query: Tensor,
-        sinks: Tensor | None,
+        parameters: HeadParameters,
         chunks: Chunks,
         out: Tensor | None = None,
     ) -> Tensor:
         """The chunks of a step, in their rows of query and ``out`` [num_tokens, H, D]."""
         return paged_attention_context(
             query,
-            *self._pool.layer(layer),
-            chunks.tables,
+            *self._caches(layer),
+            chunks.tables[self._groups[layer]],
             chunks.query_starts,
             chunks.lengths,
             max_query_len=chunks.longest if self._num_splits is None else None,
             out=out,
-            **self._options(layer, sinks),
+            **self._options(layer, parameters),
         )
 
     def attend_generation(
         self,
         layer: int,
         query: Tensor,
-        sinks: Tensor | None,
+        parameters: HeadParameters,
         generations: Generations,
         out: Tensor | None = None,
     ) -> Tensor:
         """The generations of a step: query and ``out`` [num_generations, H, D]."""
         return paged_attention_generation(
             query,
-            *self._pool.layer(layer),
-            generations.tables,
+            *self._caches(layer),
+            generations.tables[self._groups[layer]],
             generations.lengths,
             work=generations.work.get(_kind_of(self._layers[layer])),
             out=out,
-            **self._options(layer, sinks),
+            **self._options(layer, parameters),
         )
 
-    def _options(self, layer: int, sinks: Tensor | None) -> dict[str, Any]:
+    def _caches(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """Keys, and values where they are not the keys."""
+        keys, values = self._pool.layer(layer)
+        return keys, None if self._layers[layer].latent is not None else values
+
+    def _scales(self, parameters: HeadParameters) -> dict[str, float]:
+        """Those of a cache of 8 bits; any other holds keys and values as they are."""
+        if self._pool.dtype.itemsize > 1:
+            return {}
+        return {"key_scale": parameters.key_scale, "value_scale": parameters.value_scale}
+
+    def _options(self, layer: int, parameters: HeadParameters) -> dict[str, Any]:
         """What both kernels are told about a layer."""
         config = self._layers[layer]
         return {
@@ -161,8 +177,9 @@ class TritonAttention:
             "sliding_window": config.window,
             "softcap": config.softcap,
             "chunk": config.chunk,
-            "sinks": sinks,
+            "sinks": parameters.sinks,
             "slopes": self._slopes[layer],
+            **self._scales(parameters),
         }
 
 
@@ -177,8 +194,8 @@ def _kind_of(config: AttentionConfig) -> _Kind:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Context chunks: block tables [S, max_blocks], lengths [S] and starts [S + 1], int32, and the
-    most tokens that one may have."""
+    """Context chunks: block tables [groups, S, max_blocks], lengths [S] and starts [S + 1], int32,
+    and the most tokens that one may have."""
 
     tables: Tensor
     lengths: Tensor
@@ -188,8 +205,8 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Generations:
-    """Single tokens: block tables [B, max_blocks] and lengths [B], int32, and by kind of layer
-    which program of the attention does what."""
+    """Single tokens: block tables [groups, B, max_blocks] and lengths [B], int32, and by kind of
+    layer which program of the attention does what."""
 
     tables: Tensor
     lengths: Tensor
@@ -205,16 +222,17 @@ class _TritonStep:
     backend: TritonAttention
     chunks: Chunks
     generations: Generations
+    cross: AttentionStep | None = None
 
     def attend(self, layer: int, heads: Tensor, parameters: HeadParameters) -> Tensor:
         backend, chunks, generations = self.backend, self.chunks, self.generations
         query = backend.write(layer, heads, parameters, self.inputs)
-        rows, sinks = len(generations.lengths), parameters.sinks
+        rows = len(generations.lengths)
         if len(chunks.lengths) == 0:
-            return backend.attend_generation(layer, query, sinks, generations)
+            return backend.attend_generation(layer, query, parameters, generations)
         if rows == 0:
-            return backend.attend_context(layer, query, sinks, chunks)
+            return backend.attend_context(layer, query, parameters, chunks)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         # In this order: rows without a generation get zeros, where there may be chunks.
-        backend.attend_generation(layer, query[:rows], sinks, generations, out[:rows])
-        return backend.attend_context(layer, query, sinks, chunks, out)
+        backend.attend_generation(layer, query[:rows], parameters, generations, out[:rows])
+        return backend.attend_context(layer, query, parameters, chunks, out)

@@ -23,17 +23,23 @@ from torch import Tensor
 from triton import knobs
 
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.models.blocks.triton_linears import (
+    make_triton_packed_experts,
+    make_triton_packed_linear,
+)
 from inflight_backend.models.layers import Fp8Linear, Fp8Weight, Linear, Quantized
 from inflight_backend.models.ops import TORCH_OPS, Ops
-from inflight_kernels.ops import adjust_logits as adjusting
-from inflight_kernels.ops import ban_tokens as banning
-from inflight_kernels.ops import grouped_linear as grouping
-from inflight_kernels.ops import mask_logits as masking
-from inflight_kernels.ops import quantize_fp8 as quantize_module
+from inflight_backend.models.quantization.forms import PackedWeight
 from inflight_kernels.ops import rms_norm as norms
-from inflight_kernels.ops import sample as sampling
 from inflight_kernels.ops import silu_mul as activation
-from inflight_kernels.ops.invariant_linear import few_tokens, invariant_linear
+from inflight_kernels.ops.attention import delta_step as recurring
+from inflight_kernels.ops.linear import grouped_linear as grouping
+from inflight_kernels.ops.linear import quantize_fp8 as quantize_module
+from inflight_kernels.ops.linear.invariant_linear import few_tokens, invariant_linear
+from inflight_kernels.ops.sampling import adjust_logits as adjusting
+from inflight_kernels.ops.sampling import ban_tokens as banning
+from inflight_kernels.ops.sampling import mask_logits as masking
+from inflight_kernels.ops.sampling import sample as sampling
 
 _PRIVATE = 0o700
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -69,6 +75,7 @@ TRITON_OPS = replace(
     plain_rms_norm=norms.rms_norm,
     plain_silu_mul=activation.silu_mul,
     grouped_linear=grouping.grouped_linear,
+    delta_step=recurring.delta_step,
     sample=sampling.sample,
     sample_with_log_probs=sampling.sample_with_log_probs,
     adjust_logits=adjusting.adjust_logits,
@@ -146,6 +153,24 @@ class TritonFp8Linear(Fp8Linear):
         )
 
 
+class Fp8PackedLinear:
+    """`TritonFp8Linear` of a weight that comes in FP8 with a scale per row; it reads plain numbers,
+    to which it gives a scale per token."""
+
+    __slots__ = ("_multiply",)
+
+    def __init__(
+        self, weight: PackedWeight, bias: Tensor | None, *, is_deterministic: bool
+    ) -> None:
+        values = Quantized(weight.values, weight.scales.contiguous())
+        fp8 = Fp8Weight(values, weight.dtype)
+        self._multiply = TritonFp8Linear(fp8, bias, is_deterministic=is_deterministic)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, columns] -> [T, rows]."""
+        return self._multiply(_quantize(x.contiguous()))
+
+
 def make_triton_ops(quantization: str, *, is_deterministic: bool) -> Ops:
     """The table for a quantization ("none", "fp8"); neither the head nor experts are ever FP8.
 
@@ -153,7 +178,15 @@ def make_triton_ops(quantization: str, *, is_deterministic: bool) -> Ops:
     """
     check_kernel_cache()
     make_linear = partial(TritonLinear, is_deterministic=is_deterministic)
-    ops = replace(TRITON_OPS, make_linear=make_linear)
+    make_packed_fp8 = partial(Fp8PackedLinear, is_deterministic=is_deterministic)
+    ops = replace(
+        TRITON_OPS,
+        make_linear=make_linear,
+        make_packed_linear=partial(
+            make_triton_packed_linear, make_fp8=make_packed_fp8, is_deterministic=is_deterministic
+        ),
+        make_packed_experts=partial(make_triton_packed_experts, is_deterministic=is_deterministic),
+    )
     if is_deterministic:
         grouped_linear = partial(grouping.grouped_linear, tile_rows=grouping.MIN_TILE_ROWS)
         ops = replace(ops, make_head=make_linear, grouped_linear=grouped_linear)

@@ -1,4 +1,4 @@
-"""Streams the safetensors of a checkpoint folder into parameters that are allocated once.
+"""Streams the tensors of a checkpoint into parameters that are allocated once.
 
 Headers are compared with what the model needs before a byte of weights is read (`check_weights`).
 FP8 linears are quantised on the way: a scale belongs to a row, so rows may come in any portions and
@@ -7,7 +7,9 @@ the result is that of the whole weight at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,20 +17,26 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from inflight_backend.errors import CheckpointError
+from inflight_backend.gguf_files import GgufFile
 from inflight_backend.log import get_logger
 from inflight_backend.models.checkpoint_files import list_names, open_weights
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.layers import Fp8Weight, Parameter, Quantized, quantize
+from inflight_backend.models.parallel.reading import cut_rows, read_cut
 from inflight_backend.models.parameters import (
+    Cut,
     ParameterSpec,
     Source,
     check_weights,
     duplicate_names,
     empty_biases,
     fitted,
+    kv_scale_names,
 )
 from inflight_backend.models.quantization.forms import PackedWeight, Part, join
 from inflight_backend.models.quantization.linears import dequantize
+from inflight_backend.models.quantization.rounding import round_weight
+from inflight_backend.models.quantization.schemes import GGUF_SCHEMES, Scheme
 from inflight_backend.models.quantization.unpacking import unpack
 
 _logger = get_logger(__name__)
@@ -107,6 +115,12 @@ class Checkpoint:
                     f"{self._headers[name].file}: {name} is not 0, and {config.architecture} has "
                     "no bias there"
                 )
+        for name in kv_scale_names(config):
+            scale = float(self._read(name))
+            if not 0 < scale < float("inf"):
+                raise CheckpointError(
+                    f"{self._headers[name].file}: {name} is {scale}; a scale must be above 0"
+                )
         for name, original in duplicate_names(config).items():
             if name in self._headers and not torch.equal(self._read(name), self._read(original)):
                 raise CheckpointError(
@@ -121,12 +135,14 @@ class Checkpoint:
         device: str,
         on_progress: OnProgress | None = None,
         *,
-        is_fp8: bool = False,
+        quantization: str = "none",
+        backend: str = "torch",
     ) -> dict[str, Parameter]:
-        """Every parameter by name, on the device; tensors go there one at a time.
+        """Every parameter by name, on the device, as the linears of ``backend`` read it; tensors go
+        there one at a time.
 
-        With ``is_fp8`` the weights of linears are quantised on their way, some rows at a time, so
-        that the device never holds more than the end state and a part of one tensor.
+        With ``quantization`` fp8, int8 or int4 the weights of linears are rounded on their way,
+        some rows at a time, so that the device never holds more than the end state and one tensor.
         """
         names = {
             name
@@ -141,14 +157,20 @@ class Checkpoint:
         for spec in specs:
             parts: list[Part] = []
             parameter = None
-            if not spec.is_packed:
-                parameter = allocate(spec, dtype, device, is_fp8=is_fp8)
+            scheme = spec.scheme_at_load(quantization, backend)
+            if not spec.is_packed(backend) and scheme is None:
+                parameter = allocate(spec, dtype, device, is_fp8=quantization == "fp8")
             row = 0
             for source in spec.sources:
                 if parameter is None:
-                    parts.append(self._part(source, dtype))
+                    is_packed = source.scheme is not None and source.scheme.stays_packed(backend)
+                    part = self._part(source, dtype, device, scheme, is_packed=is_packed)
+                    parts.append(part)
                 else:
-                    put_rows(parameter, row, self._plain(source))
+                    first = row
+                    for rows in self._plain_portions(source):
+                        put_rows(parameter, first, rows)
+                        first += len(rows)
                 row += source.rows
                 for name in source.tensors:
                     if name in names:  # else counted: some are read for several parameters
@@ -159,41 +181,124 @@ class Checkpoint:
             parameters[spec.name] = join(parts) if parameter is None else parameter
         return parameters
 
-    def _part(self, source: Source, dtype: torch.dtype) -> Part:
-        """The rows of a quantised linear as memory holds them."""
-        if source.scheme is None:
-            return self._plain(source).to(dtype)
-        packed = self._packed(source, dtype)
-        return packed if source.convert is None else packed.with_rows(source.convert)
+    def weight(self, source: Source) -> Tensor:
+        """A whole linear as the checkpoint has it, as numbers."""
+        if source.scheme is not None:
+            return dequantize(self._packed(source, torch.float32))
+        return self._read(source.name)
+
+    def _part(
+        self,
+        source: Source,
+        dtype: torch.dtype,
+        device: str,
+        at_load: Scheme | None,
+        *,
+        is_packed: bool,
+    ) -> Part:
+        """The rows of a quantised linear as memory holds them; ``at_load``: one that is not is
+        rounded so. What is not ``is_packed`` is plain."""
+        if at_load is not None:
+            return round_weight(at_load, self._plain(source).to(device), dtype)
+        if not is_packed:
+            return self._plain(source).to(device=device, dtype=dtype)
+        return _cut_packed(self._packed(source, dtype, device), source)
+
+    def _plain_portions(self, source: Source) -> Iterator[Tensor]:
+        """The rows of a parameter as numbers, in portions where they are widened as they lie."""
+        if source.scheme is None or source.convert is not None or source.cut != Cut():
+            yield self._plain(source)
+            return
+        packed = self._packed(source, torch.float32)
+        count = max(_PORTION // source.shape[1], 1)
+        for start in range(0, packed.rows, count):
+            rows = slice(start, start + count)
+            yield dequantize(packed.with_rows(partial(_sliced, rows=rows)))
 
     def _plain(self, source: Source) -> Tensor:
         """The rows of a parameter as numbers, those of a quantised linear widened."""
-        if source.scheme is None:
-            tensor = self._read(source.name, source.part)
-        else:
-            tensor = dequantize(self._packed(source, torch.float32))
-        return tensor if source.convert is None else source.convert(tensor)
+        if source.scheme is not None:
+            return dequantize(_cut_packed(self._packed(source, torch.float32), source))
+        file = self._headers[source.name].file
+        if source.cut != Cut() and not isinstance(opened := self._files[file], GgufFile):
+            with _named(file, source.name):
+                return read_cut(opened.get_slice(source.name), source)
+        tensor = self._read(source.name, source.part)
+        return cut_rows(tensor if source.convert is None else source.convert(tensor), source.cut)
 
-    def _packed(self, source: Source, dtype: torch.dtype) -> PackedWeight:
+    def _packed(self, source: Source, dtype: torch.dtype, device: str = "cpu") -> PackedWeight:
         assert source.scheme is not None
         rows, columns = source.shape
         tensors = {
-            name.removeprefix(f"{source.module}."): self._read(name)
-            for name in source.tensors
+            end: self._read(name, source.part)
+            if source.expert is None
+            else self._read_expert(name, source)
+            for end, name in source.places.items()
             if name in self._headers
         }
+        # Tables that blocks are looked up in lie on the host.
+        place = "cpu" if source.scheme.layout in GGUF_SCHEMES else device
         try:
-            return unpack(source.scheme, tensors, (rows, columns), dtype)
+            there = {end: each.to(place) for end, each in tensors.items()}
+            return unpack(source.scheme, there, (rows, columns), dtype).to(device)
         except ValueError as error:
             raise CheckpointError(f"{source.module}: {error}") from None
 
+    def _read_expert(self, name: str, source: Source) -> Tensor:
+        """What of a stacked tensor is the expert's, [outputs, inputs]; or the number for all."""
+        expert = source.expert
+        assert expert is not None
+        if self._headers[name].shape in ((), (1,)):
+            return self._read(name)
+        tensor = self._read(name, (expert.index, expert.index + 1))[0]
+        return tensor.t() if expert.is_transposed and tensor.dim() == 2 else tensor
+
     def _read(self, name: str, part: tuple[int, int] | None = None) -> Tensor:
         file = self._headers[name].file
-        try:
+        if isinstance(opened := self._files[file], GgufFile):
+            return _from_bytes(opened, name, part)
+        with _named(file, name):
             if part is not None:
-                rows: Tensor = self._files[file].get_slice(name)[part[0] : part[1]]
+                rows: Tensor = opened.get_slice(name)[part[0] : part[1]]
                 return rows
-            tensor: Tensor = self._files[file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: {name} cannot be read ({error})") from None
-        return tensor
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
+
+
+@contextmanager
+def _named(file: str, name: str) -> Iterator[None]:
+    """Errors while ``name`` is read say so."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: {name} cannot be read ({error})") from None
+
+
+def _cut_packed(packed: PackedWeight, source: Source) -> PackedWeight:
+    """The rows of a parameter, and what of them a rank holds."""
+    if source.convert is not None:
+        packed = packed.with_rows(source.convert)
+    cut = source.cut
+    if cut.rows is not None:
+        packed = packed.with_rows(lambda rows: cut_rows(rows, Cut(cut.rows)))
+    try:
+        return packed if cut.columns is None else packed.with_columns(cut.columns)
+    except ValueError as error:
+        raise CheckpointError(f"{source.module}: {error}") from None
+
+
+def _sliced(tensor: Tensor, rows: slice) -> Tensor:
+    return tensor[rows]
+
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _from_bytes(file: GgufFile, name: str, part: tuple[int, int] | None) -> Tensor:
+    """Rows of a tensor: numbers, or bytes [rows, bytes of a row] of a quantised one."""
+    rows = torch.from_numpy(file.rows(name, part).copy())
+    tensor = file.tensors[name]
+    if tensor.dtype not in _PLAIN:
+        return rows
+    plain = rows.view(_PLAIN[tensor.dtype])
+    return plain[0] if len(tensor.shape) == 1 else plain

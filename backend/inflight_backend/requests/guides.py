@@ -14,7 +14,8 @@ MAX_GUIDE_BYTES = 64 * 1024
 """Size of a regex or of a grammar."""
 
 MAX_SCHEMA_BYTES = 256 * 1024
-"""Size of a schema; those of people's tools, which explain every key, have up to some 250 KB."""
+"""Size of a schema or a structural tag; schemas of people's tools, which explain every key, have up
+to some 250 KB."""
 
 MAX_GUIDE_DEPTH = 64
 """Brackets open at once in a guide, of any kind."""
@@ -23,9 +24,11 @@ _ESCAPE, _STRING = r"\\.", r'"[^"\\]*(?:\\.[^"\\]*)*"?'
 _CLASS, _COMMENT = r"\[[^\]\\]*(?:\\.[^\]\\]*)*\]?", r"#[^\n]*"
 _PLAIN_TEXT = {  # whose brackets nest nothing
     GuideType.JSON_SCHEMA: re.compile(_STRING, re.DOTALL),
+    GuideType.STRUCTURAL_TAG: re.compile(_STRING, re.DOTALL),
     GuideType.REGEX: re.compile(_ESCAPE, re.DOTALL),
     GuideType.EBNF_GRAMMAR: re.compile("|".join((_ESCAPE, _STRING, _CLASS, _COMMENT)), re.DOTALL),
 }
+_OBJECTS = frozenset({GuideType.JSON_SCHEMA.value, GuideType.STRUCTURAL_TAG.value})
 _BRACKET = re.compile(r"[()\[\]{}]")
 # xgrammar checks no look-ahead while it masks, lets macros name tokens that are no text, and reads
 # counts modulo 2^32.
@@ -41,8 +44,7 @@ def read_guide(request: InferenceRequest) -> Guide | None:
             )
         return None
     name = _string(request, TYPE_FIELD)
-    is_schema = name.lower() == GuideType.JSON_SCHEMA.value
-    max_bytes = MAX_SCHEMA_BYTES if is_schema else MAX_GUIDE_BYTES
+    max_bytes = MAX_SCHEMA_BYTES if name.lower() in _OBJECTS else MAX_GUIDE_BYTES
     text = _string(request, GUIDE_FIELD, max_bytes) if request.has_tensor(GUIDE_FIELD) else ""
     if not name and not text:
         return None  # of several rows in one request, one without a guide
@@ -64,7 +66,7 @@ def read_guide(request: InferenceRequest) -> Guide | None:
         raise InvalidRequest(f"'{GUIDE_FIELD}' is missing or empty: {guide_type.value} needs it")
     plain = _PLAIN_TEXT[guide_type].sub("", text)
     _check_depth(plain)
-    if guide_type is GuideType.JSON_SCHEMA:
+    if guide_type.value in _OBJECTS:
         _check_schema(read_json_object(GUIDE_FIELD, text, MAX_SCHEMA_BYTES))
     elif guide_type is GuideType.EBNF_GRAMMAR:
         _check_ebnf(plain)

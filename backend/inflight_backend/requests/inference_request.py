@@ -48,6 +48,7 @@ class InferenceRequest:
         "_readings",
         "_sent_names",
         "_tensors",
+        "adapter",
         "created_ns",
         "guide",
         "is_streaming",
@@ -67,6 +68,7 @@ class InferenceRequest:
         self.created_ns = time.monotonic_ns()
         self.llm_request: LlmRequest | None = None  # set by validation, so that it runs once
         self.guide: PendingGuide | None = None  # set by validation, which starts compiling it
+        self.adapter: Any = None  # set by validation, as it must not be lost before it runs
         self._tensors: dict[str, Array] = {}
         self._sent_names: dict[str, str] = {}
         self._readings: dict[str, tuple[Array, Any]] = {}  # shared with copies

@@ -27,6 +27,9 @@ MAX_WORDS = 1024
 MAX_WORD_TOKENS = 128
 """Tokens of one of them."""
 
+MAX_LIST_TOKENS = 8192
+"""Tokens of all of them: each step compares ends of texts with all bad words of its requests."""
+
 _STOP_TOKEN_IDS = "stop_token_ids"
 
 Word = tuple[int, ...]
@@ -108,6 +111,9 @@ def _words(name: str, tensor: Array, vocab_size: int) -> tuple[Word, ...]:
         )
     if num_words > MAX_WORDS:
         raise InvalidRequest(f"'{name}' holds {num_words} words, more than {MAX_WORDS}")
+    num_tokens = int(ends[num_words - 1]) if num_words else 0
+    if MAX_LIST_TOKENS < num_tokens <= len(ids):
+        raise InvalidRequest(f"'{name}' holds {num_tokens} tokens, more than {MAX_LIST_TOKENS}")
     return _cut_words(name, ids, ends[:num_words], vocab_size)
 
 

@@ -19,6 +19,7 @@ import inflight_protocol as protocol
 from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.guided.guide import TYPE_FIELD, Guide
 from inflight_backend.log import get_logger
+from inflight_backend.requests.adapters import AdapterUse, has_no_adapters
 from inflight_backend.requests.guides import read_guide
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.outputs import read_outputs
@@ -71,6 +72,7 @@ PROCESSOR_FIELD = "logits_post_processor_name"
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _DRAFTS = "draft_input_ids"
+_PROMPT, _START, _SOURCE = "input_ids", "decoder_input_ids", "encoder_input_ids"
 _FOLD_HINT = "; a server with out_of_vocabulary=fold takes such ids, for benchmarks"
 
 
@@ -99,7 +101,9 @@ class RequestLimits:
     ``start_guide`` compiles guides; ``guided_end_id`` and ``guided_more_end_ids`` end the answers
     of guided requests that send no ``end_id``. At most ``max_draft_len`` drafts may be sent.
     ``check_processor`` refuses logits processors that are not there. ``folds_ids``: ids of a prompt
-    that are above the vocabulary stand for their remainder by its size.
+    that are above the vocabulary stand for their remainder by its size. ``read_adapter``: which
+    adapter a request has; a new one that it brings is kept from then on. ``max_encoder_len``: of
+    the longest text that the encoder reads, 0 without one; the decoder's begins with ``start_ids``.
     """
 
     vocab_size: int
@@ -117,6 +121,14 @@ class RequestLimits:
     max_draft_len: int = 0
     check_processor: Callable[[InferenceRequest], None] = _has_none
     folds_ids: bool = False
+    read_adapter: Callable[[InferenceRequest], AdapterUse | None] = has_no_adapters
+    max_encoder_len: int = 0
+    start_ids: tuple[int, ...] = ()
+
+    @property
+    def max_prompt_len(self) -> int:
+        """The longest prompt as clients see it: of a model with an encoder, what that reads."""
+        return self.max_encoder_len or self.max_input_len
 
 
 def longest_text(limits: RequestLimits) -> int:
@@ -146,7 +158,7 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         _check_tensor(protocol.INPUT_BY_NAME[name], tensor)
     limits.check_processor(request)
     guide = read_guide(request)
-    tokens = _prompt(request, limits)
+    tokens, encoder_tokens = _texts(request, limits)
     max_new_tokens = integer(request, "request_output_len", DEFAULT_MAX_TOKENS, 1, _INT32_MAX)
     _check_lengths(len(tokens), max_new_tokens, request.sent_name("request_output_len"), limits)
     outputs = read_outputs(request, len(tokens), max_new_tokens, limits.vocab_size)
@@ -161,6 +173,7 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
     if params.width > 1:
         check_with_beams(request, sampling, outputs)
         beams = BeamSearch(params, max_new_tokens, end_id, stop_words, sampling.stop_token_ids)
+    adapter = limits.read_adapter(request)
     llm_request = LlmRequest(
         request.request_id,
         tokens,
@@ -178,12 +191,17 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         priority=number(request, "priority", 0.5, 0.0, 1.0),
         # Logits of a cached prefix would never be computed, so such a prompt shares nothing.
         cache_salt=_read_cache_salt(request)
-        + (secrets.token_bytes(16) if outputs.context_logits else b""),
+        + (secrets.token_bytes(16) if outputs.needs_whole_context else b""),
         queue_deadline=_read_deadline(request, "max_queue_time_ms", limits.max_queue_seconds),
         run_deadline=_read_deadline(request, "allotted_time_ms", limits.max_run_seconds),
         outputs=outputs,
         stop_words=stop_words,
+        encoder_length=len(encoder_tokens),
+        encoder_tokens=tuple(encoder_tokens),
     )
+    if adapter is not None:
+        llm_request.lora_task_id, llm_request.lora_digest = adapter.task_id, adapter.digest
+        llm_request.lora_pages = adapter.num_pages
     drafts = _read_drafts(request, len(tokens), max_new_tokens, limits)
     is_free = guide is None and not read_processor_name(request)
     if can_verify(llm_request) and is_free:  # else it is answered token by token
@@ -213,7 +231,8 @@ def _check_tensor(spec: TensorSpec, tensor: npt.NDArray[Any]) -> None:
     """Type, batch dimension and size; a tensor not honoured passes only if it asks for nothing."""
     expected = protocol.DTYPE_TO_NUMPY[spec.dtype]
     is_number = spec.name == "early_stopping" and tensor.dtype == np.int32  # see `read_beams`
-    if tensor.dtype != np.dtype(expected) and not is_number:
+    is_wide = spec.name == "lora_weights" and tensor.dtype == np.float32  # as their model's dtype
+    if tensor.dtype != np.dtype(expected) and not is_number and not is_wide:
         raise InvalidRequest(f"'{spec.name}' has type {tensor.dtype}, expected {spec.dtype}")
     if tensor.ndim > 1 and tensor.shape[0] != 1:
         raise InvalidRequest(
@@ -232,8 +251,6 @@ def _check_tensor(spec: TensorSpec, tensor: npt.NDArray[Any]) -> None:
 def _is_neutral(spec: TensorSpec, tensor: npt.NDArray[Any]) -> bool:
     if spec.neutral == protocol.EMPTY:
         return tensor.size == 0
-    if spec.neutral == protocol.AT_MOST_ONE:
-        return tensor.size <= 1
     if spec.neutral == protocol.ONLY_ZEROS:
         return not tensor.any()
     if spec.neutral is None or tensor.size != 1:
@@ -242,25 +259,78 @@ def _is_neutral(spec: TensorSpec, tensor: npt.NDArray[Any]) -> bool:
     return bool(np.isclose(float(value), float(spec.neutral), rtol=1e-6, atol=0.0))
 
 
-def _prompt(request: InferenceRequest, limits: RequestLimits) -> list[int]:
-    """The ids that count, each inside the vocabulary."""
-    if not request.has_tensor("input_ids"):
+def _texts(request: InferenceRequest, limits: RequestLimits) -> tuple[list[int], list[int]]:
+    """Where the text of the decoder begins, and what its encoder reads, if there is one.
+
+    As in tensorrtllm_backend the prompt is what the encoder reads, and ``decoder_input_ids`` is
+    where the answer starts; or, as in the Executor API, ``encoder_input_ids`` comes beside the
+    prompt, which is where the answer starts then.
+    """
+    if not limits.max_encoder_len:
+        _refuse_encoder_inputs(request)
+        return _ids(request, _PROMPT, "input_lengths", limits), []
+    has_source, start = _has_ids(request, _SOURCE), list(limits.start_ids)
+    if has_source and _has_ids(request, _START):
+        raise InvalidRequest(
+            f"'{_START}' and '{_SOURCE}' are both given; with '{_SOURCE}' the answer starts with "
+            f"'{_PROMPT}'"
+        )
+    if has_source:
+        source = _ids(request, _SOURCE, None, limits)
+        if _has_ids(request, _PROMPT):
+            start = _ids(request, _PROMPT, "input_lengths", limits)
+    else:
+        source = _ids(request, _PROMPT, "input_lengths", limits)
+        if _has_ids(request, _START):
+            start = _ids(request, _START, "decoder_input_lengths", limits)
+    if len(source) > limits.max_encoder_len:
+        raise InvalidRequest(
+            f"the encoder's input has {len(source)} tokens, more than the longest it reads here, "
+            f"{limits.max_encoder_len}"
+        )
+    return start, source
+
+
+def _refuse_encoder_inputs(request: InferenceRequest) -> None:
+    """`UnsupportedRequest` for what a decoder alone has no use for. Clients of the peer's
+    preprocessing hand on the one id that it puts where no text of a decoder is given."""
+    neutral = {_SOURCE: 0, _START: 1, "decoder_input_lengths": 1}
+    for name, most in neutral.items():
+        if not request.has_tensor(name):
+            continue
+        tensor = request.get_tensor(name)
+        is_neutral = tensor.size <= most and (name != "decoder_input_lengths" or tensor.max() == 1)
+        if not is_neutral:
+            raise UnsupportedRequest(
+                f"'{name}' is for models with an encoder, and this one has none; leave it out"
+            )
+
+
+def _has_ids(request: InferenceRequest, name: str) -> bool:
+    return request.has_tensor(name) and request.get_tensor(name).size > 0
+
+
+def _ids(
+    request: InferenceRequest, name: str, lengths: str | None, limits: RequestLimits
+) -> list[int]:
+    """The ids that count (the first ``lengths`` say how many), each inside the vocabulary."""
+    if not request.has_tensor(name):
         raise InvalidRequest("the prompt is missing: send 'input_ids' or 'text_input'")
-    ids = request.get_tensor("input_ids")
+    ids = request.get_tensor(name)
     if ids.ndim > 2:
-        raise InvalidRequest(f"'input_ids' has shape {list(ids.shape)}, expected [1, n]")
+        raise InvalidRequest(f"'{name}' has shape {list(ids.shape)}, expected [1, n]")
     ids = ids.reshape(-1)
     if ids.size == 0:
-        raise InvalidRequest("'input_ids' is empty: a prompt needs at least one token")
-    num_tokens = integer(request, "input_lengths", ids.size, 1, ids.size)
-    ids = ids[:num_tokens]
+        raise InvalidRequest(f"'{name}' is empty: a prompt needs at least one token")
+    if lengths is not None:
+        ids = ids[: integer(request, lengths, ids.size, 1, ids.size)]
     if limits.folds_ids:
         ids = np.where(ids < 0, ids, ids % limits.vocab_size)
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= limits.vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise InvalidRequest(
-            f"'input_ids' holds {wrong}, outside the vocabulary 0..{limits.vocab_size - 1}"
+            f"'{name}' holds {wrong}, outside the vocabulary 0..{limits.vocab_size - 1}"
             f"{'' if wrong < 0 else _FOLD_HINT}"
         )
     tokens: list[int] = ids.tolist()
@@ -299,7 +369,7 @@ def _read_drafts(
     if drafts and limits.max_draft_len == 0:
         raise InvalidRequest(
             f"'{_DRAFTS}' holds {len(drafts)} tokens, but max_draft_len is 0 on this server, as "
-            "always with deterministic_mode: nothing would verify them"
+            "always with deterministic_mode and for recurrences: nothing would verify them"
         )
     if len(drafts) > limits.max_draft_len:
         raise InvalidRequest(

@@ -67,14 +67,14 @@ def convert(
         tokenizer, tokens = _from_tiktoken(data, config, added)
         found = Converted(tokenizer, {})
     else:
-        model = _SentencePieceModel.parse(data)
-        tokenizer, tokens = _from_sentencepiece(model, config, added)
+        model = SentencePieceModel.parse(data)
+        tokenizer, tokens = from_sentencepiece(model, config, added)
         found = Converted(tokenizer, model.ends)
     for text in {*special, *found.ends.values()}:
         number = tokenizer.token_to_id(text)
         if number is not None and number not in added:
             tokens[number] = AddedToken(text, normalized=False, special=True)
-    _add(tokenizer, tokens)
+    add_tokens(tokenizer, tokens)
     return found
 
 
@@ -82,16 +82,16 @@ def convert(
 # demands the release of protobuf that it was generated with, which few servers have.
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_UNIGRAM, _BPE = 1, 2
+UNIGRAM_KIND, BPE_KIND = 1, 2
 
 
 @dataclass(slots=True)
-class _SentencePieceModel:
+class SentencePieceModel:
     """What of a model its encoder needs. Defaults are those of the format."""
 
     pieces: list[tuple[str, float, int]] = field(default_factory=list)
     """Text, score and type by id."""
-    kind: int = _UNIGRAM
+    kind: int = UNIGRAM_KIND
     has_byte_fallback: bool = False
     has_space_behind: bool = False
     unknown_id: int = 0
@@ -101,7 +101,7 @@ class _SentencePieceModel:
     ends: dict[str, str] = field(default_factory=lambda: {"bos_token": "<s>", "eos_token": "</s>"})
 
     @classmethod
-    def parse(cls, data: bytes) -> _SentencePieceModel:
+    def parse(cls, data: bytes) -> SentencePieceModel:
         model = cls()
         try:
             for number, value in _fields(data):
@@ -109,7 +109,7 @@ class _SentencePieceModel:
                     model.pieces.append(_piece(value))
                 elif number == 2:
                     trainer = dict(_fields(value))
-                    model.kind = trainer.get(3, _UNIGRAM)
+                    model.kind = trainer.get(3, UNIGRAM_KIND)
                     model.has_space_behind = bool(trainer.get(24, 0))
                     model.has_byte_fallback = bool(trainer.get(35, 0))
                     model.unknown_id = trainer.get(40, 0)
@@ -124,7 +124,7 @@ class _SentencePieceModel:
             raise ValueError("neither a model of SentencePiece nor ranks of tiktoken") from None
         if not model.pieces:
             raise ValueError("neither a model of SentencePiece nor ranks of tiktoken")
-        if model.kind not in (_UNIGRAM, _BPE) or model.has_space_behind:
+        if model.kind not in (UNIGRAM_KIND, BPE_KIND) or model.has_space_behind:
             raise ValueError(
                 "a model of SentencePiece that is neither BPE nor unigram, or that has spaces "
                 "behind words, is not supported"
@@ -171,15 +171,17 @@ def _piece(data: bytes) -> tuple[str, float, int]:
     return text.decode(), score, kind
 
 
-def _from_sentencepiece(
-    model: _SentencePieceModel, config: Mapping[str, Any], added: Mapping[int, AddedToken]
+def from_sentencepiece(
+    model: SentencePieceModel, config: Mapping[str, Any], added: Mapping[int, AddedToken]
 ) -> _Parts:
+    """The tokenizer, and the tokens by id that it is to find in texts; ``config`` and ``added`` as
+    of `convert`."""
     pieces = [
         (added[number].content if number in added else text, score, kind)
         for number, (text, score, kind) in enumerate(model.pieces)
     ]
     unknown = pieces[model.unknown_id][0]
-    if model.kind == _BPE:
+    if model.kind == BPE_KIND:
         vocab = {text: number for number, (text, _, _) in enumerate(pieces)}
         vocab |= {token.content: number for number, token in added.items()}
         merges = _merges({text: score for text, score, kind in pieces if kind == _NORMAL})
@@ -214,7 +216,7 @@ def _from_sentencepiece(
     return tokenizer, named | dict(added)
 
 
-def _normalizer(model: _SentencePieceModel) -> Any:
+def _normalizer(model: SentencePieceModel) -> Any:
     steps: list[Any] = []
     if model.charsmap:
         steps.append(normalizers.Precompiled(model.charsmap))
@@ -237,7 +239,7 @@ def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
 # tiktoken.
 
-_PATTERN = (
+LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -273,7 +275,7 @@ def _from_tiktoken(
     every = dict(added)
     for free in range(len(number_of), max(added, default=-1) + 1):
         every.setdefault(free, AddedToken(_reserved(free), normalized=False, special=True))
-    pattern = _PATTERN_BY_CLASS.get(str(config.get("tokenizer_class")), _PATTERN)
+    pattern = _PATTERN_BY_CLASS.get(str(config.get("tokenizer_class")), LLAMA3_PATTERN)
     return _from_ranks(number_of, pattern, every)
 
 
@@ -369,8 +371,8 @@ def _reserved(number: int) -> str:
     return f"<|reserved_token_{number}|>"
 
 
-def _add(tokenizer: Tokenizer, tokens: Mapping[int, AddedToken]) -> None:
-    """Have ``tokens`` found in texts; ``ValueError`` for one that has another id."""
+def add_tokens(tokenizer: Tokenizer, tokens: Mapping[int, AddedToken]) -> None:
+    """Have ``tokens``, by id, found in texts; ``ValueError`` for one that has another id."""
     ordered: Sequence[tuple[int, AddedToken]] = sorted(tokens.items())
     tokenizer.add_tokens([token for _, token in ordered])
     for number, token in ordered:

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, processors
 
 from inflight_backend.errors import CheckpointError, InvalidRequest
+from inflight_backend.gguf_files import SUFFIX, open_gguf
 from inflight_backend.models.checkpoint_files import is_lfs_pointer
 from inflight_backend.text.tokenizer_files import (
     TOKENIZER,
@@ -21,6 +22,7 @@ from inflight_backend.text.tokenizer_files import (
     special_token,
 )
 
+_ENDING_CLASSES = ("T5Tokenizer", "MT5Tokenizer")  # texts end with eos_token, whatever files say
 _OBEYING_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer")  # and with Fast behind it
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
@@ -32,7 +34,8 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str | None]:
     * For tokenizers that call themselves Llama's, ``add_bos_token`` and ``add_eos_token`` of
       tokenizer_config.json count, not the file: that of DeepSeek-R1-Distill adds nothing by itself.
       So it is with TensorRT-LLM's clients, that is with transformers 4; 5 leaves the keys unread.
-    * They count as well where there is no tokenizer.json, but another file (`conversion`).
+    * They count as well where there is no tokenizer.json, but another file (`conversion`), or a
+      GGUF file (`gguf_tokenizer`).
 
     `CheckpointError` if there is none, or none that can be read.
     """
@@ -42,7 +45,7 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str | None]:
     if is_lfs_pointer(path):
         raise CheckpointError(f"{path.name}: a pointer of Git LFS, not the file; run git lfs pull")
     if path.name != TOKENIZER:
-        text = _convert(path, folder, _changes(folder))
+        text = _convert(path, folder, _changes(path.parent))
         return Tokenizer.from_str(text), text
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -62,17 +65,22 @@ def _changes(folder: Path) -> tuple[tuple[str, int], ...]:
 def _convert(path: Path, folder: Path, _: tuple[tuple[str, int], ...]) -> str:
     """The JSON of the tokenizer in another file."""
     from inflight_backend.text.conversion import convert
+    from inflight_backend.text.gguf_tokenizer import convert_gguf
 
     config = read_json(folder, TOKENIZER_CONFIG)
     try:
         special = _special_texts(folder, config)
-        found = convert(path, config, _added_tokens(folder, config, special), special)
+        if path.suffix == SUFFIX:
+            found = convert_gguf(open_gguf(path))
+        else:
+            found = convert(path, config, _added_tokens(folder, config, special), special)
     except CheckpointError:
         raise
     except Exception as error:  # ours, or of the library, which raises bare Exception
         raise CheckpointError(f"{path.name} cannot be read: {error}") from None
     tokens = {**found.ends, **config}
-    _put_ends(found.tokenizer, folder, tokens, {"bos": found.adds_bos, "eos": False})
+    adds_eos = str(config.get("tokenizer_class")).startswith(_ENDING_CLASSES)
+    _put_ends(found.tokenizer, folder, tokens, {"bos": found.adds_bos, "eos": adds_eos})
     text: str = found.tokenizer.to_str()
     return text
 
@@ -256,6 +264,10 @@ class TextCodec:
         """
         names = (self._id_to_special.get(number) for number in ids)
         return any(name is not None and name in text for name in names)
+
+    def special_text(self, token_id: int) -> str:
+        """The name of a special token; "" for any other."""
+        return self._id_to_special.get(token_id, "")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of some tokens."""

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 from inflight_backend.errors import CheckpointError
+from inflight_backend.gguf_files import find_gguf, open_gguf
 from inflight_backend.models.checkpoint_files import find_file
+from inflight_backend.text.gguf_metadata import read_texts
 
 TOKENIZER = "tokenizer.json"
 TEKKEN = "tekken.json"
@@ -17,7 +19,10 @@ _NAMES = (TOKENIZER, TEKKEN, "tokenizer.model", "spiece.model", "tiktoken.model"
 
 def find_tokenizer(folder: Path) -> Path | None:
     """The file of the tokenizer in ``folder``: tokenizer.json, else another that `conversion` can
-    read; None if there is none. Errors as of `find_file`."""
+    read, or the GGUF file that has it in its metadata; None if there is none. Errors as of
+    `find_file` and `open_gguf`."""
+    if (gguf := find_gguf(folder)) is not None:
+        return gguf if "tokenizer.ggml.model" in open_gguf(gguf).metadata else None
     for name in _NAMES:
         path = find_file(folder, name)
         if path is not None and (name != VOCAB or find_file(folder, MERGES) is not None):
@@ -31,7 +36,10 @@ def no_tokenizer(folder: Path) -> CheckpointError:
 
 
 def read_json(folder: Path, name: str) -> dict[str, object]:
-    """The JSON object of a file; empty if there is none."""
+    """The JSON object of a file; empty if there is none. Of a GGUF file, what its metadata says of
+    the same."""
+    if (gguf := find_gguf(folder)) is not None:
+        return read_texts(open_gguf(gguf), name)
     path = find_file(folder, name)
     if path is None:
         return {}

@@ -41,6 +41,7 @@ from inflight_backend.triton_io.inputs import read_head
 from inflight_backend.triton_io.outputs import make_answer_stream, names_none
 from inflight_backend.triton_io.request import Prompt, RequestKind, TritonRequest
 from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
+from inflight_scheduler import LlmRequest
 
 if TYPE_CHECKING:
     from inflight_backend.manager.gpt_manager import GptManager
@@ -56,6 +57,13 @@ def copy_request(request: InferenceRequest, numbers: Sequence[int]) -> list[Infe
             copy.replace_tensor("random_seed", np.array([[seed % 2**64]], dtype=np.uint64))
         copies.append(copy)
     return copies
+
+
+def _keep_deadlines(request: LlmRequest, begun: float) -> None:
+    """Those of the answer that it goes on with: that has started, and runs since ``begun``."""
+    request.queue_deadline = None
+    if request.run_deadline is not None:
+        request.run_deadline -= time.monotonic() - begun
 
 
 _logger = get_logger(__name__)
@@ -129,7 +137,11 @@ class Frontend:
             way_back, self._relayed, lambda: way_back.is_behind, count_error=self._count_error
         )
         outputs = frozenset(request.requested)
-        self._take(stream, lambda: TritonRequest.from_inputs("", expand(request.inputs), outputs))
+        self._take(
+            stream,
+            lambda: TritonRequest.from_inputs("", expand(request.inputs), outputs),
+            begun=request.begun,
+        )
 
     def stop_group(self, number: int) -> None:
         """Stop a Triton request in flight: all its sequences."""
@@ -201,13 +213,20 @@ class Frontend:
         for number in numbers:
             self.stop(number)
 
-    def _take(self, stream: ResponseSender, read: Callable[[], TritonRequest]) -> None:
+    def _take(
+        self,
+        stream: ResponseSender,
+        read: Callable[[], TritonRequest],
+        *,
+        begun: float | None = None,
+    ) -> None:
+        """``begun``: when, for one that goes on with an answer."""
         with self._accepting, self.progress:
             try:
                 request = read()
                 match request.kind:
                     case RequestKind.GENERATE:
-                        self._enqueue(request, stream)
+                        self._enqueue(request, stream, begun)
                     case RequestKind.STOP:
                         self._stop_by_name(request.request_id, stream)
                     case RequestKind.STATS:
@@ -217,7 +236,10 @@ class Frontend:
             except BaseException as error:  # whatever a request contains, it ends only itself
                 self._refuse(stream, error)
 
-    def _enqueue(self, triton_request: TritonRequest, stream: ResponseSender) -> None:
+    def _enqueue(
+        self, triton_request: TritonRequest, stream: ResponseSender, begun: float | None
+    ) -> None:
+        continues = begun is not None
         name, prompts = triton_request.request_id, triton_request.prompts
         outputs = triton_request.outputs
         limits = self._manager.limits
@@ -227,7 +249,7 @@ class Frontend:
             counts = [prompt.count_requests(self._manager.max_num_requests) for prompt in prompts]
             self._check_one_response(prompts, sum(counts))
             # Now, since validation starts to compile grammars.
-            self._queue.check_room(sum(counts))
+            self._queue.check_room(sum(counts), continues=continues)
             numbers += [self._ids.reserve("") for _ in range(1, sum(counts))]
             if len(numbers) > 1:
                 self._groups[number] = numbers
@@ -237,7 +259,9 @@ class Frontend:
                 own = numbers[len(requests) : len(requests) + counts[row]]
                 request = prompt.make_request(own[0], self._codec, limits, self._default_sampling)
                 for index, one in enumerate(copy_request(request, own[1:])):
-                    validate(one, limits)
+                    llm_request = validate(one, limits)
+                    if begun is not None:
+                        _keep_deadlines(llm_request, begun)
                     answer = make_answer_stream(stream, one, prompt, outputs, self._codec)
                     if len(numbers) > 1:
                         open_.add(answer)
@@ -250,7 +274,7 @@ class Frontend:
                     requests.append(one)
             stream.on_final(lambda: self._forget(number, name))
             self._live[number] = stream  # from now on others may end it
-            self._queue.put(*requests)
+            self._queue.put(*requests, continues=continues)
         except BaseException:
             for opened in numbers:
                 self._dispatcher.discard(opened)
@@ -284,6 +308,12 @@ class Frontend:
             self._introspection.answer_description(stream)
         elif request.kind is RequestKind.RECORDING:
             self._introspection.answer_recording(stream)
+        elif request.kind is RequestKind.LIVE:
+            self._introspection.answer_live(
+                request.cursor, request.wants_blocks, self._ids.names, stream
+            )
+        elif request.kind is RequestKind.ADAPTERS:
+            self._introspection.answer_adapters(*request.adapter, stream)
         elif not request.request_id:
             raise InvalidRequest("'why' needs the request id of the request it asks about")
         else:

@@ -7,31 +7,36 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from inflight_backend.errors import CapacityExceeded
+from inflight_backend.errors import CapacityExceeded, ServingError, UnsupportedRequest
+from inflight_backend.gguf_files import find_gguf
 from inflight_backend.log import get_logger
 from inflight_backend.manager.wait_reasons import NOT_IN_FLIGHT, PREPARING, describe_queued
 from inflight_backend.models.checkpoint_files import find_file
 from inflight_backend.requests.validation import RequestLimits, longest_text
 from inflight_backend.text.tokenizer import TextCodec
+from inflight_backend.text.tokenizer_files import TOKENIZER_CONFIG, read_json
 from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.live import LiveView, look_at_queue
 from inflight_backend.triton.queue import RequestQueue
 from inflight_backend.triton_io.sender import ResponseSender
+from inflight_protocol import INPUT_BY_NAME
 
 if TYPE_CHECKING:
+    from inflight_backend.adapters.service import AdapterService
     from inflight_backend.manager.gpt_manager import GptManager
 
 _logger = get_logger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -43,15 +48,15 @@ _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 
 class ModelInfo:
     """One JSON object: ``model`` (a name), the limits in tokens, ``end_id``, the
-    ``stop_token_ids`` that end answers beside it, ``default_sampling`` and ``files``.
+    ``stop_token_ids`` that end answers beside it, ``default_sampling``, the names of the
+    configuration's ``inputs`` and of ``lora_adapters``, and ``files``.
 
     The limits are those of one request alone, whatever sets them: more is always refused.
 
     ``files`` maps the name of every file of `TOKENIZER_FILES`, or of a named chat template, that
-    exists to its text, that of
-    tokenizer.json to what `text.tokenizer_file` makes of it. No path of this machine is told. The
-    files are read when first asked for; `CheckpointError` at once, and then, if one of them is a
-    link that leaves the folder.
+    exists to its text, that of tokenizer.json to what `text.tokenizer` makes of it; a GGUF file
+    stands for these two. No path of this machine is told. The files are read when first asked for;
+    `CheckpointError` at once, and then, if one of them is a link that leaves the folder.
     """
 
     def __init__(
@@ -62,9 +67,11 @@ class ModelInfo:
         codec: TextCodec | None,
         *,
         default_sampling: Mapping[str, float] = MappingProxyType({}),
-        takes_stop_tokens: bool = True,
+        inputs: Set[str] = frozenset(INPUT_BY_NAME),
+        adapters: AdapterService | None = None,
     ) -> None:
-        """``takes_stop_tokens`` False: requests cannot send any; the log says so."""
+        """``inputs``: those of the model's configuration, which may be older than we are; the log
+        says so where requests cannot send stop tokens."""
         self.default_sampling = default_sampling
         self._name = name
         self._folder = folder
@@ -72,7 +79,7 @@ class ModelInfo:
         self._codec = codec
         self._end_id = -1 if codec is None else codec.end_id
         self._stop_token_ids = () if codec is None else codec.more_end_ids
-        if self._stop_token_ids and not takes_stop_tokens:
+        if self._stop_token_ids and "stop_token_ids" not in inputs:
             _logger.warning(
                 "config.pbtxt of this model is of an older version, without the input "
                 "stop_token_ids: `inflight openai` and others that send token ids can end answers "
@@ -83,28 +90,37 @@ class ModelInfo:
                 name,
             )
             self._stop_token_ids = ()
-        self._text = ""
+        self._inputs = sorted(inputs)
+        self._adapters = adapters
+        self._content: dict[str, Any] = {}
         self._paths()
 
     def to_json(self) -> str:
         """The description; ``OSError`` or ``ValueError`` if a file cannot be read as text."""
-        if not self._text:
+        if not self._content:
             longest = longest_text(self._limits)
             files = {name: p.read_text(encoding="utf-8") for name, p in self._paths().items()}
+            if find_gguf(self._folder) is not None:
+                content = read_json(self._folder, TOKENIZER_CONFIG)
+                files[TOKENIZER_CONFIG] = json.dumps(content)
             if self._codec is not None and self._codec.changed_json is not None:
                 files["tokenizer.json"] = self._codec.changed_json
-            content = {
+            self._content = {
                 "model": self._name,
-                "max_input_len": min(self._limits.max_input_len, longest),
+                "max_input_len": self._limits.max_encoder_len
+                or min(self._limits.max_input_len, longest),
+                "start_ids": self._limits.start_ids if self._limits.max_encoder_len else None,
                 "max_seq_len": longest,
+                "max_draft_len": self._limits.max_draft_len,
                 "vocab_size": self._limits.vocab_size,
                 "end_id": self._end_id,
                 "stop_token_ids": self._stop_token_ids,
                 "default_sampling": dict(self.default_sampling),
+                "inputs": self._inputs,
                 "files": files,
             }
-            self._text = json.dumps(content)
-        return self._text
+        names = [] if self._adapters is None else self._adapters.names
+        return json.dumps({**self._content, "lora_adapters": names})
 
     def _paths(self) -> dict[str, Path]:
         named = (path.relative_to(self._folder) for path in self._folder.glob(_NAMED_TEMPLATES))
@@ -118,6 +134,7 @@ MAX_OPEN = 1024
 
 
 _NO_RECORDING = "the recording could not be put together"
+_NO_LIVE_VIEW = "the state of the server could not be put together"
 
 
 class Introspection:
@@ -179,6 +196,60 @@ class Introspection:
             _or_fail(stream, _NO_RECORDING, thread.start)
 
         self._manager.recording().add_done_callback(start)
+
+    def answer_live(
+        self,
+        cursor: str,
+        wants_blocks: bool,
+        names: Callable[[], Mapping[int, str]],
+        stream: ResponseSender,
+    ) -> None:
+        """Send what is in flight, and what has happened since ``cursor`` (see `live`).
+
+        ``names``: the ids of requests, by number; called after the look from any thread, since a
+        request that came meanwhile is told once.
+        """
+        self._open(stream)
+        queued = partial(look_at_queue, self._queue, self._manager.why_queued)
+        adapters = self._manager.adapters
+        name_of = None if adapters is None else adapters.name_of
+
+        def send(done: Future[LiveView]) -> None:
+            text = done.result().to_json(names(), name_of)
+            self._dispatcher.answer(stream, "live", text)
+
+        def start(done: Future[LiveView]) -> None:
+            run = partial(_or_fail, stream, _NO_LIVE_VIEW, partial(send, done))
+            thread = threading.Thread(target=run, name="Live", daemon=True)
+            _or_fail(stream, _NO_LIVE_VIEW, thread.start)
+
+        look = partial(LiveView.of, look_at_queue=queued, cursor=cursor, wants_blocks=wants_blocks)
+        self._manager.inspect(look).add_done_callback(start)
+
+    def answer_adapters(self, name: str, folder: str, stream: ResponseSender) -> None:
+        """Load the adapter ``name`` from ``folder``, or unload it without one; then send the names
+        of all, and the labels of `LORA_REQUESTS`. `InvalidRequest` says what is wrong."""
+        adapters = self._manager.adapters
+        if adapters is None and (name or folder):
+            raise UnsupportedRequest("LoRA feature is not enabled.")
+        self._open(stream)
+
+        def change() -> None:
+            try:
+                if adapters is not None and folder:
+                    adapters.load(name, folder)
+                elif adapters is not None and name:
+                    adapters.unload(name)
+            except ServingError as error:
+                stream.fail(str(error), error.code)
+                return
+            names = [] if adapters is None else adapters.names
+            labels = self._manager.adapter_labels()
+            text = json.dumps({"lora_adapters": names, "lora_requests": labels})
+            self._dispatcher.answer(stream, "description", text)
+
+        run = partial(_or_fail, stream, "the adapter could not be changed", change)
+        threading.Thread(target=run, name="Adapters", daemon=True).start()  # it reads files
 
     def fail_all(self, message: str) -> None:
         """End every question without an answer with an error: the loop or the dispatcher does not

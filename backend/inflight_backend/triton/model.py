@@ -56,7 +56,7 @@ from inflight_backend.triton.watchdog import (
     Watchdog,
 )
 from inflight_backend.triton_io.sender import ResponseFactory
-from inflight_protocol import ERRORS, EVENTS
+from inflight_protocol import DRAFT_MODEL_NAME, ERRORS, EVENTS
 from inflight_scheduler import TrtGptModelType, policy_name
 
 _OWN_STUB = Path("/proc/self/exe")
@@ -200,6 +200,7 @@ _DEADLINE_CHECK_SECONDS = 0.02  # of requests in the queue; the batch manager lo
 _LEAVING_CHECK_SECONDS = 0.05
 _FROZEN_RELAY_SECONDS = 5.0
 _METRICS_SECONDS = 1.0  # an update takes 1 ms
+_TIMES_SECONDS = 1.0  # some 100 counters, of 0.04 ms each
 _GAUGES_SECONDS = 0.01  # 20 gauges, of 0.04 ms each
 _STALLED = "the server makes no progress; send the request to another server"
 _FAILING = "one step after the other fails"
@@ -253,6 +254,8 @@ class TritonPythonModel:
     def _why_not_ready(self) -> str:
         if self._queue.is_draining:
             return DRAINING
+        if self._lost:
+            return self._lost
         if self._watchdog.is_stalled:
             return _STALLED
         return "" if self._manager.health.is_healthy else _FAILING
@@ -303,6 +306,7 @@ class TritonPythonModel:
     ) -> None:
         checkpoint = Path(parameters.gpt_model_path)
         self._status = status
+        self._lost = ""
         self._drain_file = Path(parameters.drain_file) if parameters.drain_file else None
         self._is_draining = self._is_drained = False
 
@@ -340,7 +344,6 @@ class TritonPythonModel:
         self._manager.lengths.await_senders()
         if codec is not None:
             codec.check_fits(self._manager.limits.vocab_size)
-        inputs = {each["name"] for each in config.get("input", ())}  # a config may be older than us
         model_info = ModelInfo(
             checkpoint_name(checkpoint),
             Path(parameters.tokenizer_dir or checkpoint),
@@ -351,7 +354,8 @@ class TritonPythonModel:
                 reads_checkpoint=parameters.generation_config == "auto",
                 overrides=parameters.default_sampling,
             ),
-            takes_stop_tokens="stop_token_ids" in inputs,
+            inputs={each["name"] for each in config.get("input", ())},
+            adapters=self._manager.adapters,
         )
         is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", True)
         self._frontend = Frontend(
@@ -368,12 +372,18 @@ class TritonPythonModel:
         )
         self._metrics_turn = threading.Lock()
         self._are_metrics_stuck = False
-        self._gauges_at = -math.inf
+        self._gauges_at = self._times_at = -math.inf
         self._metrics = TritonMetrics(
             pb_utils,
             args["model_name"],
             args["model_version"],
             is_v1=self._manager.model_type == TrtGptModelType.V1,
+            served_name=checkpoint_name(checkpoint),
+            is_draft=args["model_name"] == DRAFT_MODEL_NAME,
+            cache_config={
+                "block_size": self._manager.engine.tokens_per_block,
+                "num_gpu_blocks": self._manager.engine.num_blocks,
+            },
         )
         cancellation_seconds = parameters.cancellation_check_period_ms / 1000
         metrics_seconds = parameters.stats_check_period_ms / 1000
@@ -412,9 +422,10 @@ class TritonPythonModel:
             ),
             parameters.stall_seconds,
             on_stall=self._end_streams,
-            on_move=lambda: self._queue.refuse(""),
+            on_move=lambda: self._queue.refuse(self._lost),
             beat=self._beat,
         )
+        self._manager.when_lost(self._end_lost)
 
     def _accept_relayed(self, request: RelayedRequest, way_back: RelayConnection) -> None:
         self._frontend.accept_relayed(request, way_back)
@@ -436,12 +447,15 @@ class TritonPythonModel:
         try:
             if with_gauges:
                 self._gauges_at = time.monotonic()
+            is_due = time.monotonic() - self._times_at >= _TIMES_SECONDS
+            self._times_at = time.monotonic() if is_due else self._times_at
             self._metrics.update(
                 self._queue.add_to(self._manager.stats_json) if with_gauges else None,
                 self._manager.lengths.take(),
                 {
                     ERRORS.name: self._frontend.errors.take(),
                     EVENTS.name: self._manager.events.take(),
+                    **(self._manager.times.take() if is_due else {}),
                 },
             )
         finally:
@@ -466,10 +480,18 @@ class TritonPythonModel:
         self._queue.refuse(_STALLED)
         self._frontend.fail_all(_STALLED)
 
+    def _end_lost(self, reason: str) -> None:
+        """A rank of the engine is lost, for which the loop may wait: nothing here waits for it."""
+        self._lost = reason
+        self._queue.refuse(reason)
+        self._frontend.fail_all(reason)
+        self._beat()
+
     def _beat(self) -> None:
         """Tell the launcher that this process lives, and whether it gets anything done."""
         is_failing = not self._manager.health.is_healthy
         error = _STALLED if self._watchdog.is_stalled else _FAILING if is_failing else ""
+        error = self._lost or error
         if error != self._told_error:
             if self._tell(error):
                 self._told_error = error

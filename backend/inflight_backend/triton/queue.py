@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -73,23 +74,26 @@ class RequestQueue:
         """True once `drain` was called."""
         return self._is_draining
 
-    def check_room(self, num_requests: int) -> None:
-        """`CapacityExceeded` when there is no room for so many or when draining."""
-        if self._is_draining:
+    def check_room(self, num_requests: int, *, continues: bool = False) -> None:
+        """`CapacityExceeded` when there is no room for so many or when draining.
+
+        ``continues``: they go on with an answer that was begun before, for which there is room.
+        """
+        if self._is_draining and not continues:
             raise CapacityExceeded(DRAINING)
         if self._refusal:
             raise CapacityExceeded(self._refusal)
-        if len(self._order) + num_requests > self._max_size:
+        if not continues and len(self._order) + num_requests > self._max_size:
             load = f"; {text}" if (text := self._describe_load()) else ""
             raise CapacityExceeded(
                 f"Maximum queue size of {self._max_size} has been reached (max_queue_size); "
                 f"try again later{load}"
             )
 
-    def put(self, *requests: InferenceRequest) -> None:
+    def put(self, *requests: InferenceRequest, continues: bool = False) -> None:
         """Add requests, all or none; raises what `check_room` does."""
         with self._lock:
-            self.check_room(len(requests))
+            self.check_room(len(requests), continues=continues)
             for request in requests:
                 self._add(request)
 
@@ -157,6 +161,11 @@ class RequestQueue:
                 return None
             return bisect_left(self._order, entry) + 1, len(self._order)
 
+    def first(self, most: int) -> list[InferenceRequest]:
+        """The ``most`` requests that wait in front, in their order."""
+        with self._lock:
+            return [request for _, _, request, _ in self._order[:most]]
+
     def add_to(self, stats_json: str) -> str:
         """Statistics of the batch manager, which does not know the requests queued here, with them
         among its `Waiting Requests`."""
@@ -197,6 +206,10 @@ class RequestQueue:
             self._is_draining = True
 
 
+NUM_RELEASED = 512
+"""Ids of ended requests that are remembered."""
+
+
 class RequestIds:
     """The ids clients chose, and the numbers the batch manager knows their requests by.
 
@@ -209,6 +222,7 @@ class RequestIds:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._name_to_number: dict[str, int] = {}
+        self._released: deque[tuple[int, str]] = deque(maxlen=NUM_RELEASED)
         self._lock = threading.Lock()
 
     def reserve(self, name: str) -> int:
@@ -230,6 +244,14 @@ class RequestIds:
         with self._lock:
             if self._name_to_number.get(name) == number:
                 del self._name_to_number[name]
+                self._released.append((number, name))
+
+    def names(self) -> dict[int, str]:
+        """By number the ids of the requests in flight that have one, and of those that had one and
+        ended lately."""
+        with self._lock:
+            known = dict(self._released)
+            return known | {number: name for name, number in self._name_to_number.items()}
 
     def find(self, name: str) -> int | None:
         """The number of the request in flight with this id."""

@@ -85,16 +85,21 @@ class RelayConnection:
             return self._is_gone
 
     def read_request(self) -> RelayedRequest | None:
-        """The request of the relay; None if it closes before its end."""
+        """The next request of the relay, which sends it when it has the answer to the one before;
+        None when it closes: it does when its own client was told."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         message = read_message(self._socket)
         if message is not None and not isinstance(message, RelayedRequest):
             raise TypeError(f"{type(message).__name__} in place of a request")
         return message
 
+    def begin(self) -> None:
+        """An answer follows."""
+        with self._change:
+            self._has_ended = False
+
     def write_the_rest(self) -> None:
-        """Write what has no room at once, until the whole answer is written; then wait until the
-        relay closes: it does when its own client was told."""
+        """Write what has no room at once, until the whole answer is written."""
         while not self._wait_for_more():
             poll = select.poll()
             poll.register(self._socket, select.POLLOUT)
@@ -104,8 +109,6 @@ class RelayConnection:
                 has_room = not self._unsent
             if has_room:
                 self._on_room()
-        with suppress(OSError):
-            self._socket.recv(1)
 
     def cut(self) -> None:
         """End the connection; its thread wakes up."""
@@ -250,9 +253,11 @@ class RelayListener:
             connection.close()
 
     def _serve(self, connection: RelayConnection) -> None:
-        """One request: its relay closes when it has passed on the end, or does not need it."""
+        """Requests one after another, until the relay has passed on the end, or does not need it:
+        nearly always it is one."""
         try:
-            if (request := connection.read_request()) is not None:
+            while (request := connection.read_request()) is not None:
+                connection.begin()
                 self._accept(request, connection)
                 connection.write_the_rest()
         except BaseException:  # also a panic of a library

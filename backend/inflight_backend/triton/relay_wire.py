@@ -10,7 +10,8 @@ connection, so the other side always learns of it.
 The sockets are abstract: there is no file, so nothing is left behind. Every process in the same
 network namespace can reach them, so both sides check the credentials of the other.
 
-The relay sends one `RelayedRequest`; `RelayedResponse`s come back until one is final. A message
+The relay sends one `RelayedRequest`; `RelayedResponse`s come back until one is final. It may then
+send the next, for the same client. A message
 travels as its length and MessagePack.
 """
 
@@ -42,10 +43,15 @@ _OBJECT = "object"
 
 
 class RelayedRequest(msgspec.Struct, frozen=True, tag="request"):
-    """What is asked: the tensors by name, and the outputs that are wanted."""
+    """What is asked: the tensors by name, and the outputs that are wanted.
+
+    ``begun``: it goes on with an answer that was begun then, on the clock of `time.monotonic`, so a
+    server that drains or is full takes it, too, and deadlines are those of the beginning.
+    """
 
     inputs: dict[str, np.ndarray[Any, Any]]
     requested: list[str]
+    begun: float | None = None
 
 
 class RelayedResponse(msgspec.Struct, frozen=True, tag="response", omit_defaults=True):
@@ -78,7 +84,7 @@ class RelayedResponseFactory(ResponseFactory):
 
     def error(self, message: str, code: str = "INTERNAL") -> RelayedResponse:
         """See `ResponseFactory.error`."""
-        return RelayedResponse(None, message, code)
+        return RelayedResponse(None, str(message), code)  # an `ErrorText` cannot be packed
 
 
 class _PackedTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -147,7 +153,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_pack_tensor)
 _decoder = msgspec.msgpack.Decoder(Message, dec_hook=_unpack_tensor)
 
 _MAX_READ = 2**20
-_VERSION = "2"  # of the messages; others have other addresses
+_VERSION = "4"  # of the messages; others have other addresses
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _MIN_DESCRIPTORS = 2**13
 _CONNECT_SECONDS = 1.0  # while a model is reloaded the address is closed for some 0.05 s

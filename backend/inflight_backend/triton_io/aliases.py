@@ -71,7 +71,12 @@ _KEY_TO_TENSOR = {
     for setting in SETTINGS.values()
     if setting.option and not setting.is_option_only
 }
+TENSOR_TO_KEY: Mapping[str, str] = {
+    tensor: key for key, tensor in _KEY_TO_TENSOR.items() if tensor != key
+} | {"stop_words": "stop"}
+"""Inputs that have another name in the JSON object."""
 _FLAGS = ("include_stop_str_in_output", "skip_special_tokens")
+_LORA_NAME = "lora_name"
 _NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
     "seed": -1,
@@ -229,12 +234,17 @@ def _expand(key: str, value: Any) -> tuple[str, Array]:
         if value is not True:
             raise InvalidRequest(f"'{_NAME}': ignore_eos must be true or false")
         return "end_id", np.array([[-1]], dtype=np.int32)
+    if key == _LORA_NAME:
+        if not isinstance(value, str):
+            raise InvalidRequest(f"'{_NAME}': {key} must be a string")
+        return key, np.array([[value.encode()]], dtype=np.object_)
     if key in _FLAGS:
         if not isinstance(value, bool):
             raise InvalidRequest(f"'{_NAME}': {key} must be true or false")
         return key, np.array([[value]])
     if key not in _KEY_TO_TENSOR:
-        known = ", ".join([*_KEY_TO_TENSOR, *_FLAGS, "stop", "stop_token_ids", "ignore_eos"])
+        others = ("stop", "stop_token_ids", "ignore_eos", _LORA_NAME)
+        known = ", ".join([*_KEY_TO_TENSOR, *_FLAGS, *others])
         value_only = f", but for {json.dumps(_NEUTRAL[key])}" if key in _NEUTRAL else ""
         raise InvalidRequest(
             f"'{_NAME}': {key[:100]!r} is not supported{value_only}; known are {known}"

@@ -127,7 +127,18 @@ def read_inputs(triton_request: Any) -> dict[str, Array]:
         for tensor in tensors:
             if not tensor.is_cpu():
                 raise InvalidRequest(_on_gpu(tensor.name())) from None
-        raise
+        return {tensor.name(): _signed(_widened(tensor)) for tensor in tensors}
+
+
+def _widened(tensor: Any) -> Array:
+    """A tensor that may have a type that numpy does not know: bfloat16 becomes float32."""
+    try:
+        return tensor.as_numpy()  # type: ignore[no-any-return]
+    except Exception:
+        import torch.utils.dlpack  # seconds; but the model that it is sent to has it already
+
+        array: Array = torch.utils.dlpack.from_dlpack(tensor).float().numpy()
+        return array
 
 
 def _signed(tensor: Array) -> Array:

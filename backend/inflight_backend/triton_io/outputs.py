@@ -25,7 +25,7 @@ from inflight_scheduler import LlmRequest, OutputParams
 
 _TOKEN_OUTPUTS = frozenset({"output_ids", "sequence_length"})
 _TEXT_OUTPUTS = frozenset({"text_output"})
-_ANSWERS = frozenset({"stats", "why", "recording", "description"})
+_ANSWERS = frozenset({"stats", "why", "recording", "description", "live"})
 _OUTPUTS = frozenset(spec.name for spec in protocol.OUTPUTS if spec.is_honoured) - _ANSWERS
 # Sent to clients that name them; those of `_BY_INPUT` also to clients that name no output.
 _BY_NAME_ONLY = frozenset({"finish_reason", "batch_index", "sequence_index"})
@@ -132,7 +132,8 @@ def _text_writers(
     )
     prefix, num_prompt_ids = "", 0
     if includes_prompt:
-        prefix = codec.decode(request.tokens) if prompt.text is None else prompt.text
+        is_text = prompt.text is not None and not request.encoder_length  # else it is another one
+        prefix = prompt.text if is_text and prompt.text else codec.decode(request.tokens)
         if not request.is_streaming:  # else the prompt's ids do not come with the answer's
             num_prompt_ids = request.prompt_len
     keeps_word = prompt.keeps_stop_word

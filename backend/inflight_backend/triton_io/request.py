@@ -51,6 +51,8 @@ class RequestKind(Enum):
     DESCRIBE = "describe"
     RECORDING = "recording"
     WHY = "why"
+    ADAPTERS = "lora_adapters"
+    LIVE = "live"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class Prompt:
         request = InferenceRequest(number, self.tensors, is_streaming=comes_in_pieces)
         if self.text is not None:
             codec = _needed(codec, "text_input")
-            ids = codec.encode(self.text, limits.max_input_len)
+            ids = codec.encode(self.text, limits.max_prompt_len)
             request.set_tensor("input_ids", np.array([ids], dtype=np.int32))
             if not request.has_tensor("end_id"):
                 _set_end_ids(request, codec)
@@ -158,6 +160,8 @@ class TritonRequest:
     """One request of Triton's. ``outputs``: those that the client names, none if it names none.
 
     ``is_streaming`` None: not sent. ``prompts`` only for RequestKind.GENERATE, at least one.
+    ``adapter`` only for RequestKind.ADAPTERS: its name and folder, each "" if not sent.
+    ``cursor`` and ``wants_blocks`` only for RequestKind.LIVE.
     """
 
     request_id: str
@@ -165,6 +169,9 @@ class TritonRequest:
     outputs: frozenset[str] = frozenset()
     is_streaming: bool | None = None
     prompts: tuple[Prompt, ...] = ()
+    adapter: tuple[str, str] = ("", "")
+    cursor: str = ""
+    wants_blocks: bool = False
 
     @classmethod
     def read(
@@ -191,9 +198,33 @@ class TritonRequest:
         for kind in RequestKind:
             if kind is not RequestKind.GENERATE and read_flag(inputs, kind.value):
                 is_streaming = _read_streaming(inputs) if kind is RequestKind.STATS else None
-                return cls(request_id, kind, outputs, is_streaming)
+                adapter = _read_adapter(inputs) if kind is RequestKind.ADAPTERS else ("", "")
+                cursors, wants_blocks = list[str](), False
+                if kind is RequestKind.LIVE:
+                    cursors = read_texts(inputs, "live_since", 1)
+                    wants_blocks = bool(read_flag(inputs, "live_blocks"))
+                return cls(
+                    request_id,
+                    kind,
+                    outputs,
+                    is_streaming,
+                    adapter=adapter,
+                    cursor="".join(cursors),
+                    wants_blocks=wants_blocks,
+                )
+        if "lora_path" in inputs:
+            raise InvalidRequest("'lora_path' goes with 'lora_adapters'; name a loaded adapter")
+        for name in ("live_since", "live_blocks"):
+            if name in inputs:
+                raise InvalidRequest(f"'{name}' goes with 'live'; leave it out")
         prompts = tuple(Prompt.read(row) for row in _split_rows(inputs))
         return cls(request_id, RequestKind.GENERATE, outputs, None, prompts)
+
+
+def _read_adapter(inputs: Mapping[str, Array]) -> tuple[str, str]:
+    texts = [read_texts(inputs, name, 1) for name in ("lora_name", "lora_path")]
+    name, path = (each[0] if each else "" for each in texts)
+    return name, path
 
 
 def _read_streaming(inputs: Mapping[str, Array]) -> bool | None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.models.checkpoint_files import JsonReader, find_file
+from inflight_backend.models.checkpoint_files import JsonReader
+from inflight_backend.models.families.registry import read_model
 from inflight_backend.requests.inference_request import Array
 from inflight_backend.requests.sampling import MAX_WORDS
 from inflight_backend.text.tokenizer import TextCodec
+from inflight_backend.text.tokenizer_files import read_json
 from inflight_backend.triton_io.inputs import MAX_TEXT_SIZE
 from inflight_backend.triton_io.word_lists import check_table, embedding_bias, word_table
 from inflight_backend.triton_models.text_base import TextModel, texts
@@ -30,9 +32,12 @@ class Preprocessor:
         adds_special_tokens: bool,
         num_embeddings: int = 0,
         length_type: type[np.generic] = np.int32,
+        start_ids: Sequence[int] = (),
     ) -> None:
         """``num_embeddings``: the model's vocabulary, which may be larger than the tokenizer's.
-        ``length_type``: of ``REQUEST_OUTPUT_LEN``, which is handed on."""
+        ``length_type``: of ``REQUEST_OUTPUT_LEN``, which is handed on. ``start_ids``: what a
+        decoder's text begins with, where an encoder reads the prompt."""
+        self._start_ids = np.array([start_ids], dtype=np.int32)
         self._length_type = length_type
         self._vocab_size = max(codec.vocab_size, num_embeddings)
         self._codec = codec
@@ -94,6 +99,9 @@ class Preprocessor:
 
     def _decoder(self, inputs: Mapping[str, Array], pad_ids: Array) -> dict[str, Array]:
         ids, lengths = pad_ids, np.ones_like(pad_ids)
+        if self._start_ids.size:
+            ids = np.repeat(self._start_ids, len(pad_ids), axis=0)
+            lengths = np.full_like(pad_ids, ids.shape[1])
         if "DECODER_QUERY" in inputs:
             ids, lengths = self._encode(inputs, "DECODER_QUERY", pad_ids)
         return {"DECODER_INPUT_ID": ids, "REQUEST_DECODER_INPUT_LEN": lengths}
@@ -131,13 +139,20 @@ class TritonPythonModel(TextModel):
             adds_special_tokens=is_on,
             num_embeddings=_read_num_embeddings(parameters.get("gpt_model_path", "")),
             length_type=np.uint32 if "TYPE_UINT32" in args["model_config"] else np.int32,
+            start_ids=read_start_ids(parameters.get("gpt_model_path", "")),
         )
 
 
 def _read_num_embeddings(folder: str) -> int:
     """``vocab_size`` of the checkpoint in ``folder``; 0 if there is none."""
-    path = find_file(Path(folder), "config.json") if folder else None
-    return 0 if path is None else JsonReader.from_file(path).integer("vocab_size")
+    content = read_json(Path(folder), "config.json") if folder else {}
+    return JsonReader(content, "config.json").integer("vocab_size") if content else 0
+
+
+def read_start_ids(folder: str) -> tuple[int, ...]:
+    """What the decoder's text begins with, if the checkpoint in ``folder`` has an encoder."""
+    content = read_json(Path(folder), "config.json") if folder else {}
+    return read_model(Path(folder)).start_ids if content.get("is_encoder_decoder") else ()
 
 
 def _read_words(inputs: Mapping[str, Array], name: str, num_rows: int) -> list[list[str]]:

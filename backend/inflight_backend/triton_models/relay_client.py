@@ -44,40 +44,62 @@ _NOT_RELAYED = "the request could not be relayed"
 class RelayedCall:
     """One request on its way, and the answer to it."""
 
-    def __init__(self, model_name: str, stream: ResponseSender, message: bytes) -> None:
-        """``message``: the request; ``stream``: of the client, which may leave before the end."""
+    def __init__(self, model_name: str, stream: ResponseSender, request: RelayedRequest) -> None:
+        """``stream``: of the client, which may leave before the end."""
         self.stream = stream
         self._model_name = model_name
-        self._message = message
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._message = pack(request)  # now, since Triton may take the inputs back
+        # That of the model is opened here, where it can still be refused.
+        self._connections = {model_name: _new_socket()}
+        self._connected: set[str] = set()
         self._is_stopped = self._is_closed = False
         self.last: RelayedResponse | None = None  # which ends the answer, once it is there
         self._lock = threading.Lock()  # what is closed may be another connection at once
 
     def responses(self) -> Iterator[Tensors]:
         """All tensors of the answer; `last` says how it ended when there are no more."""
+        message, self._message = self._message, b""  # which may be a prompt of many MB
+        for response in self.ask(self._model_name, message):
+            if response.is_final:
+                self.last = response
+            if response.tensors is not None:
+                yield response.tensors
+
+    def ask(self, model_name: str, message: bytes) -> Iterator[RelayedResponse]:
+        """The responses of ``model_name`` to a packed request; the last one is final.
+
+        Its connection stays open until `close`, for what is asked next: read to the end.
+        """
         try:
-            connect(self._connection, self._model_name)
-            if self._is_stopped:
-                self.last = RelayedResponse(is_final=True)
-                return
-            self._connection.sendall(self._message)
-            self._message = b""  # which may be a prompt of many MB
-            for response in read_messages(self._connection):
-                assert isinstance(response, RelayedResponse), "the other side answers"
-                if response.is_final:
-                    self.last = response
-                if response.tensors is not None:
-                    yield response.tensors
-                if response.is_final:
-                    return
+            connection = self._connect(model_name)
+            if not self._is_stopped:
+                connection.sendall(message)
+                for response in read_messages(connection):
+                    assert isinstance(response, RelayedResponse), "the other side answers"
+                    yield response
+                    if response.is_final:
+                        return
         except CapacityExceeded as error:
-            self.last = RelayedResponse(None, str(error), error.code)
+            yield RelayedResponse(None, str(error), error.code, is_final=True)
             return
         except ConnectionError:
             pass  # as if it had ended amid the answer
-        text = f"the process of the model '{self._model_name}' has ended"
-        self.last = RelayedResponse(None, "" if self._is_stopped else text, "INTERNAL")
+        except OSError as error:
+            yield RelayedResponse(None, _no_connection(model_name, error), "UNAVAILABLE", True)
+            return
+        text = "" if self._is_stopped else f"the process of the model '{model_name}' has ended"
+        yield RelayedResponse(None, text, "INTERNAL" if text else "", is_final=True)
+
+    def _connect(self, model_name: str) -> socket.socket:
+        connection = self._connections.get(model_name)
+        if connection is None:
+            connection = _new_socket()
+            with self._lock:
+                self._connections[model_name] = connection
+        if model_name not in self._connected:
+            connect(connection, model_name)
+            self._connected.add(model_name)
+        return connection
 
     def stop_if_needless(self) -> None:
         """Stop the request of a client that has gone, or has its end before it came."""
@@ -87,17 +109,28 @@ class RelayedCall:
                 self._shut()
 
     def close(self) -> None:
-        """Stop the request if it still runs, and give the connection back."""
+        """Stop the request if it still runs, and give the connections back."""
         with self._lock:
             self._shut()
             self._is_closed = True
-            self._connection.close()
+            for connection in self._connections.values():
+                connection.close()
 
     def _shut(self) -> None:
-        """``tensorrt_llm`` stops the request; the thread that reads its answer is at its end."""
-        with suppress(OSError):  # while it is not connected, which it may never be
-            if not self._is_closed:
-                self._connection.shutdown(socket.SHUT_RDWR)
+        """The models stop the request; the thread that reads its answer is at its end."""
+        if self._is_closed:
+            return
+        for connection in self._connections.values():
+            with suppress(OSError):  # while it is not connected, which it may never be
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+def _no_connection(model_name: str, error: OSError) -> str:
+    return f"no connection to '{model_name}' can be opened: {error.strerror}"
 
 
 class RelayModel(ABC):
@@ -144,32 +177,36 @@ class RelayModel(ABC):
             stream = ResponseSender(request.get_response_sender(), factory)
             try:
                 inputs, outputs, convert = self.translate(request, head)
-                # Packed now: Triton may take the inputs back.
-                message = pack(RelayedRequest(dict(inputs), list(outputs)))
-                self._start(message, stream, convert)
+                self._start(RelayedRequest(dict(inputs), list(outputs)), stream, convert)
             except ServingError as error:
                 stream.fail(str(error), error.code)
             except BaseException:  # ours: the requests behind it must not be lost
                 _logger.exception("a request could not be taken")
                 stream.fail("the request could not be taken", "INTERNAL")
 
+    def reword(self, error: str) -> str:
+        """An error of ``tensorrt_llm`` with the names that the client knows."""
+        return error
+
+    def make_call(self, request: RelayedRequest, stream: ResponseSender) -> RelayedCall:
+        """What gets the answer to a translated request; `ServingError` for one that it refuses."""
+        return RelayedCall(self._model_name, stream, request)
+
     def finalize(self) -> None:
         """Let what runs end, then stop the threads."""
         self._pool.shutdown()
         self._periodic_tasks.close()
 
-    def _start(self, message: bytes, stream: ResponseSender, convert: Convert) -> None:
+    def _start(self, request: RelayedRequest, stream: ResponseSender, convert: Convert) -> None:
         if len(self._live) >= _MAX_REQUESTS:
             raise CapacityExceeded(
                 f"{_MAX_REQUESTS} requests are on their way through this model, which is the "
                 "limit; try again later"
             )
         try:
-            call = RelayedCall(self._model_name, stream, message)
+            call = self.make_call(request, stream)
         except OSError as error:
-            raise CapacityExceeded(
-                f"no connection to '{self._model_name}' can be opened: {error.strerror}"
-            ) from None
+            raise CapacityExceeded(_no_connection(self._model_name, error)) from None
         self._live.add(call)
         self._periodic_tasks.wake()
         self._pool.submit(self._run, call, convert)
@@ -195,7 +232,7 @@ class RelayModel(ABC):
             else:
                 whole = tensors
         if call.last is not None and call.last.error:
-            stream.send_error(call.last.error, call.last.code)
+            stream.send_error(self.reword(call.last.error), call.last.code)
         elif self._is_decoupled:
             stream.end()
         else:

@@ -5,15 +5,18 @@ relays to ``tensorrt_llm`` (`relay_client`) and has a tokenizer of its own for `
 
 ``logprobs`` is one JSON text per answer: a list with an object for each new token, which maps token
 ids to ``logprob``, ``rank`` (1 for the most likely) and ``decoded_token``. The sampled token comes
-first. Its rank, when it is not among the most likely ones, is as in vLLM the number of tokens that
-are at least as likely.
+first, with what it adds to the text: a part of a character adds nothing, and what completes it all
+of it, as in vLLM. Its rank, when it is not among the most likely ones, is as in vLLM the number of
+tokens that are at least as likely.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,16 @@ import numpy as np
 
 from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.requests.inference_request import Array
+from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.relay_wire import Tensors
 from inflight_backend.triton_io.aliases import (
+    TENSOR_TO_KEY,
     expand,
     read_num_log_probs,
     with_request_parameters,
 )
-from inflight_backend.triton_io.inputs import RequestHead, read_flag, read_inputs
+from inflight_backend.triton_io.inputs import RequestHead, decode_text, read_flag, read_inputs
 from inflight_backend.triton_models.relay_client import Convert, RelayModel
 from inflight_backend.triton_models.text_base import CODEC_PARAMETERS, parameters_of
 from inflight_protocol import LLM_MODEL_NAME
@@ -37,15 +42,38 @@ _OWN = ("output_ids", "output_log_probs", "output_log_prob_ranks")
 _TOP = ("top_log_prob_ids", "top_log_probs")
 
 
+class TokenTexts:
+    """What each token of an answer to ``prompt`` adds to its text; special ones have names."""
+
+    def __init__(self, codec: TextCodec, prompt: str, *, skips_special_tokens: bool) -> None:
+        prompt_ids = codec.encode_raw(prompt, add_special_tokens=True)
+        self._codec = codec
+        self._detokenizer = IncrementalDetokenizer(
+            codec, prompt_ids, skip_special_tokens=skips_special_tokens
+        )
+
+    def take(self, ids: Sequence[int], *, is_final: bool) -> list[str]:
+        """Of the next tokens; ``is_final``: there are no more."""
+        texts = [
+            self._detokenizer.push((token_id,)) or self._codec.special_text(token_id)
+            for token_id in ids
+        ]
+        if is_final and texts:  # that of a character which stays incomplete
+            texts[-1] += self._detokenizer.finish()
+        return texts
+
+
 @dataclass(frozen=True, slots=True)
 class LogProbs:
     """What a request asks for: ``num_top`` of the likeliest beside each token of the answer.
 
-    ``token_text``: the text of a token by its id.
+    ``token_text``: the text of a token by its id. ``new_texts``: for an answer; takes time for a
+    long prompt.
     """
 
     num_top: int
     token_text: Callable[[int], str]
+    new_texts: Callable[[], TokenTexts]
 
     @property
     def inputs(self) -> dict[str, Array]:
@@ -58,10 +86,12 @@ class LogProbs:
     @property
     def outputs(self) -> list[str]:
         """Where it tells them."""
-        return [*_OWN, *(_TOP if self.num_top else ())]
+        return [*_OWN, "finish_reason", *(_TOP if self.num_top else ())]
 
-    def read(self, tensors: Mapping[str, Array]) -> list[str]:
+    def read(self, tensors: Mapping[str, Array], texts: Sequence[str]) -> list[str]:
         """The objects for the tokens of one response of ``tensorrt_llm``, each as its JSON.
+
+        ``texts``: what each token adds.
 
         A long answer as Python's objects would take three times the room.
         """
@@ -71,22 +101,24 @@ class LogProbs:
             rows = (tensors[name].reshape(-1, self.num_top).tolist() for name in _TOP)
             tops = (list(zip(*row, strict=True)) for row in zip(*rows, strict=True))
         return [
-            json.dumps(self._object(*row)) for row in zip(ids, values, ranks, tops, strict=True)
+            json.dumps(self._object(*row))
+            for row in zip(ids, texts, values, ranks, tops, strict=True)
         ]
 
     def _object(
-        self, token_id: int, log_prob: float, rank: int, top: list[tuple[int, float]]
+        self, token_id: int, text: str, log_prob: float, rank: int, top: list[tuple[int, float]]
     ) -> dict[int, dict[str, Any]]:
-        found = {token_id: self._entry(token_id, log_prob, rank)}
+        found = {token_id: self._entry(text, log_prob, rank)}
         for place, (likely, value) in enumerate(top, start=1):
             if likely == token_id:  # of equally likely ones the place counts
                 found[token_id]["rank"] = place
             else:
-                found[likely] = self._entry(likely, value, place)
+                found[likely] = self._entry(self.token_text(likely), value, place)
         return found
 
-    def _entry(self, token_id: int, log_prob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": log_prob, "rank": rank, "decoded_token": self.token_text(token_id)}
+    @staticmethod
+    def _entry(text: str, log_prob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": log_prob, "rank": rank, "decoded_token": text}
 
 
 def to_text(objects: Iterable[str]) -> bytes:
@@ -104,8 +136,9 @@ _EXTRAS = {
 _LOG_PROBS = "logprobs"
 _NO_LOG_PROBS = b"null"  # for a client that asks for the output, but not with the setting
 _RUNNING = b"None"
+_NOT_FINISHED = b"not_finished"
 _REASONS = {
-    b"not_finished": _RUNNING,
+    _NOT_FINISHED: _RUNNING,
     b"end_id": b"stop",
     b"stop_words": b"stop",
     b"length": b"length",
@@ -113,6 +146,7 @@ _REASONS = {
     b"cancelled": b"abort",
 }
 """Our words for the end of an answer -> vLLM's."""
+_TENSOR = re.compile(rf"\b(?:{'|'.join(TENSOR_TO_KEY)})\b")
 _NO_SETTINGS = {"sampling_parameters": np.array([b"{}"], dtype=np.object_)}
 
 
@@ -137,6 +171,7 @@ class Question:
         """The outputs of ``tensorrt_llm`` that are needed."""
         extras = [_EXTRAS[name][0] for name in self.extras]
         log_probs = [] if self.log_probs is None else self.log_probs.outputs
+        extras = [name for name in extras if name not in log_probs]
         index = ["sequence_index"] if self.num_answers > 1 else []
         return ["text_output", *extras, *log_probs, *index]
 
@@ -165,6 +200,8 @@ class _Answers:
         self._num_input_tokens = np.zeros(1, dtype=np.uint32)
         self._num_tokens = np.zeros(num_answers, dtype=np.uint32)  # since the last time
         self._log_probs: list[list[str]] = [[] for _ in range(num_answers)]  # as well
+        asked = question.log_probs
+        self._token_texts = [] if asked is None else [asked.new_texts() for _ in self._texts]
 
     def add(self, tensors: Tensors) -> None:
         """Take in one response."""
@@ -179,7 +216,10 @@ class _Answers:
         if "num_output_tokens" in tensors:
             self._num_tokens[index] += tensors["num_output_tokens"].item()
         if self._question.log_probs is not None:
-            self._log_probs[index] += self._question.log_probs.read(tensors)
+            ids = tensors["output_ids"].reshape(-1).tolist()
+            is_final = tensors["finish_reason"].item() != _NOT_FINISHED
+            texts = self._token_texts[index].take(ids, is_final=is_final)
+            self._log_probs[index] += self._question.log_probs.read(tensors, texts)
 
     def take(self) -> Tensors:
         """What has come since the last time."""
@@ -224,6 +264,10 @@ class TritonPythonModel(RelayModel):
         question = read_question(read_inputs(request), head.settings, self._codec)
         return question.inputs, question.requested, question.convert
 
+    def reword(self, error: str) -> str:
+        """See `RelayModel.reword`: the keys of vLLM's ``SamplingParams``."""
+        return _TENSOR.sub(lambda found: TENSOR_TO_KEY[found[0]], error)
+
 
 def _load_codec(parameters: Mapping[str, str]) -> TextCodec | None:
     """The tokenizer that ``tensorrt_llm`` has; None if the parameters do not say or it has none."""
@@ -246,12 +290,18 @@ def read_question(
     settings = _NO_SETTINGS | with_request_parameters(own, parameters)
     num_log_probs = read_num_log_probs(settings)
     has_log_probs = bool(read_flag(inputs, f"return_{_LOG_PROBS}"))
-    log_probs = _log_probs(num_log_probs, codec) if has_log_probs else None
     tensors = dict(expand(settings, has_log_probs=True))
     num_answers = tensors.get("num_return_sequences", np.ones(1)).item()
     prompt = inputs.get("text_input")
     if prompt is None:  # Triton only counts what came
         raise InvalidRequest("'text_input' is missing")
+    log_probs = None
+    if has_log_probs and num_log_probs is not None:
+        text = decode_text("text_input", prompt.item())
+        skips = read_flag(tensors, "skip_special_tokens") is not False
+        codec = _needed(codec)
+        new_texts = partial(TokenTexts, codec, text, skips_special_tokens=skips)
+        log_probs = LogProbs(num_log_probs, codec.token_text, new_texts)
     tensors |= {
         "text_input": prompt[None],
         "stream": np.array([[is_streaming]]),
@@ -265,12 +315,10 @@ def read_question(
     )
 
 
-def _log_probs(num_top: int | None, codec: TextCodec | None) -> LogProbs | None:
-    if num_top is None:
-        return None
+def _needed(codec: TextCodec | None) -> TextCodec:
     if codec is None:
         raise UnsupportedRequest(
             f"'return_{_LOG_PROBS}' needs a tokenizer: set gpt_model_path in the parameters of "
             "this model"
         )
-    return LogProbs(num_top, codec.token_text)
+    return codec

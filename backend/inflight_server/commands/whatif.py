@@ -19,6 +19,8 @@ from inflight_server.commands.recordings import (
     keep_recording,
     reported_errors,
     scheduler_maker,
+    shown_each,
+    shown_reading,
 )
 from inflight_server.commands.whatif_report import TOLERANCE, Answer, Prediction
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from inflight_recorder.simulator import MakeScheduler
     from inflight_recorder.workload import Workload
 
+ROUTER_NAMES = ("round_robin", "least_load", "cache_aware")
 DEFAULT_PROMPT, DEFAULT_OUTPUT = "64-512", "16-256"
 DEFAULT_NUM_RANDOM = 500
 _OF_A_TRACE = "is about a trace: name its file with --trace"
@@ -43,10 +46,12 @@ MAX_JOBS_WITH_RANGE = 5000
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Settings with a name for the table."""
+    """Settings with a name for the table, of one server or of several behind a ``router``."""
 
     name: str
     settings: Settings
+    num_replicas: int = 1
+    router: str | None = None
 
 
 @app.command()
@@ -64,6 +69,18 @@ def whatif(
     ] = None,
     max_batch_size: Annotated[
         list[int] | None, typer.Option(min=1, help="Requests in flight; may be repeated.")
+    ] = None,
+    replicas: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, max=1000, help="Servers behind a router, which share the requests; repeatable."
+        ),
+    ] = None,
+    router: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"How it chooses: {', '.join(ROUTER_NAMES)} (the first by default); repeatable."
+        ),
     ] = None,
     rate: Annotated[
         float | None,
@@ -127,6 +144,7 @@ def whatif(
     from inflight_recorder.workload import Workload, make_workload, read_workload
 
     has_trace, has_rate = trace is not None, rate is not None
+    of_replicas = "is about several servers: give --replicas, which are predicted and not recorded"
     is_random = has_rate and not has_trace
     with reported_errors():
         _check_use(
@@ -140,6 +158,7 @@ def whatif(
                 not has_rate,
                 "is about the times of the trace, --rate makes others",
             ),
+            ("--router", router, bool(replicas), of_replicas),
             ("--prompt", prompt, is_random, _OF_RANDOM_REQUESTS),
             ("--output", output, is_random, _OF_RANDOM_REQUESTS),
             ("--seed", seed, has_rate, "is about random arrivals: give their --rate"),
@@ -150,7 +169,7 @@ def whatif(
                 "is about others than the recorded requests: give a --rate or a --trace",
             ),
         )
-        with open_recording(recording) as reader:
+        with open_recording(recording, shown_reading("reading")) as reader:
             settings = reader.settings
             recorded = requests = read_workload(reader)
         cost = fit_cost_model(recorded.samples)
@@ -180,7 +199,11 @@ def whatif(
         }
         own = scheduler_class if settings.scheduler_class is None else None
         variants = list(_variants(settings, policy, sizes, own))
+        if replicas:
+            variants = _fleets(variants, replicas, router or ROUTER_NAMES[:1], requests)
         if save is not None:
+            if replicas:
+                raise ConfigurationError("--save is about single servers: leave out --replicas")
             for variant in variants:
                 keep_recording(recording, save / _file_name(variant))
         rows = _run(variants, requests, cost, scheduler_maker(scheduler_class), save)
@@ -229,6 +252,35 @@ def _variants(
         yield Variant(name, changed)
 
 
+def _fleets(
+    variants: Sequence[Variant],
+    replicas: Sequence[int],
+    routers: Sequence[str],
+    requests: Workload,
+) -> list[Variant]:
+    """One server as recorded, then the changed settings (or, without any, the recorded ones) for
+    each number of servers with each router."""
+    for name in routers:
+        if name not in ROUTER_NAMES:
+            raise ConfigurationError(f"--router {name}: choose one of {', '.join(ROUTER_NAMES)}")
+    if "cache_aware" in routers and not any(job.hashes for job in requests.jobs):
+        raise ConfigurationError(
+            "--router cache_aware: nothing is known of what these requests have in common; record "
+            "with enable_kv_cache_reuse, or give a --trace with hash_ids"
+        )
+    first, *changed = variants
+    fleets = [first]
+    for variant, number, name in itertools.product(changed or [first], replicas, routers):
+        prefix = f"{variant.name} " if changed else ""
+        title = f"{prefix}replicas={number} {name}"
+        fleets.append(replace(variant, name=title, num_replicas=number, router=name))
+    if len(fleets) > MAX_VARIANTS:
+        raise ConfigurationError(
+            f"{len(fleets)} combinations are more than {MAX_VARIANTS}: give fewer values"
+        )
+    return fleets
+
+
 def _combinations(choices: Mapping[str, Sequence[Any] | None]) -> list[dict[str, Any]]:
     """A value for each field that has some; none where no field has."""
     given = {field: values for field, values in choices.items() if values}
@@ -251,13 +303,29 @@ def _run(
     folder: Path | None,
 ) -> list[Prediction]:
     """One prediction per variant, with its recording in ``folder``, and how sure it is."""
+    from inflight_recorder.fleet.prediction import predict_fleet
+    from inflight_recorder.fleet.routers import ROUTERS
     from inflight_recorder.simulator import default_scheduler
     from inflight_recorder.storage import RecordingFile
     from inflight_recorder.whatif import predict
 
     predictions = []
-    for variant in variants:
+    for variant in shown_each(variants, "predicting"):
         maker = make if variant.settings.scheduler_class is not None else default_scheduler
+        if variant.router is not None:
+            summary = predict_fleet(
+                variant.settings,
+                requests.jobs,
+                cost,
+                variant.num_replicas,
+                ROUTERS[variant.router](variant.settings.tokens_per_block),
+                make_scheduler=maker,
+                num_recorded_steps=requests.num_steps,
+            )
+            predictions.append(
+                Prediction(variant.name, summary, None, variant.num_replicas, variant.router)
+            )
+            continue
         run = partial(
             predict,
             variant.settings,

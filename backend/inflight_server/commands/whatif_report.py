@@ -21,6 +21,7 @@ _COLUMNS = (
     ("ITL p50", "itl_p50", "{:,.1f} ms"),
     ("p99", "itl_p99", "{:,.1f} ms"),
     ("seconds", "seconds", "{:,.2f}"),
+    ("hits", "hit_rate", "{:.0%}"),
     ("batch", "max_batch", "{:,}"),
     ("pauses", "num_pauses", "{:,}"),
     ("recomputed", "num_recomputed_tokens", "{:,}"),
@@ -33,11 +34,14 @@ _RANGE_COLUMN = 3  # behind the median whose range it is
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One row. ``ttft_range``: the median when iterations are faster and slower by `TOLERANCE`."""
+    """One row. ``ttft_range``: the median when iterations are faster and slower by `TOLERANCE`; of
+    several servers behind a ``router`` it is left out."""
 
     name: str
     summary: Summary
     ttft_range: tuple[float, float] | None = None
+    num_replicas: int = 1
+    router: str | None = None
 
 
 class Answer:
@@ -54,7 +58,7 @@ class Answer:
         self._cost = cost
         self._requests = requests
         self._num_samples = len(recorded.samples)
-        measured = recorded.latencies.summary()
+        measured = recorded.latencies.summary(reuse=recorded.reuse)
         self._recorded_batch = measured.max_batch
         first = [Prediction("measured", measured)] if requests is recorded else []
         self._rows = [*first, *predictions]
@@ -62,7 +66,13 @@ class Answer:
     def to_json(self) -> str:
         """For programs; times in milliseconds."""
         rows: list[dict[str, Any]] = [
-            {"setting": row.name, **asdict(row.summary), "ttft_p50_range": row.ttft_range}
+            {
+                "setting": row.name,
+                "num_replicas": row.num_replicas,
+                "router": row.router,
+                **asdict(row.summary),
+                "ttft_p50_range": row.ttft_range,
+            }
             for row in self._rows
         ]
         cost = self._cost._asdict() | {"mean_noise": self._cost.mean_noise}
@@ -136,6 +146,11 @@ class Answer:
                 any(row.summary.num_unanswered for row in self._rows),
                 "unanswered: ended without a token. A request recorded so (expired, stopped, "
                 "failed) ends so again as long after its arrival, unless it has a token by then.",
+            ),
+            (
+                any(row.router is not None for row in self._rows),
+                "replicas: servers with these settings behind a router, which share the requests; "
+                "batch is the largest of one of them.",
             ),
             (
                 any(map(self._is_beyond, self._rows)),

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from inflight_backend.models.checkpoint_files import checkpoint_name
 from inflight_backend.status import ModelStatus
 from inflight_protocol import ENSEMBLE_MODEL_NAME
-from inflight_server.serve.preflight import has_tokenizer
+from inflight_server.serve.preflight import has_chat_template, has_tokenizer
 from inflight_server.serve.settings import ServeSettings
 
 _STDERR = 2
@@ -157,11 +157,13 @@ class LoadingDisplay:
     def update(self, status: ModelStatus) -> None:
         """Show how far loading is."""
         if status.phase == "loading":
+            num_loaded, num_total = (status.fields[f"{name}_bytes"] for name in ("loaded", "total"))
+            verb = "warming up" if num_loaded == num_total > 0 else "loading"
             self._progress.update(
                 self._task,
-                description=f"loading {self._name}",
-                completed=status.fields["loaded_bytes"],
-                total=status.fields["total_bytes"] or None,
+                description=f"{verb} {self._name}",
+                completed=num_loaded,
+                total=num_total or None,
             )
 
 
@@ -177,6 +179,7 @@ def ready_block(settings: ServeSettings, status: ModelStatus) -> str:
 inflight is ready{note}
 
   model      {fields["model"]}, {fields["dtype"]} on {fields["device"]}
+  OpenAI     {_openai_address(settings)}{_page(settings)}
   HTTP       {http}
   gRPC       {host}:{settings.grpc_port}
   metrics    http://{host}:{settings.metrics_port}/metrics
@@ -185,22 +188,57 @@ inflight is ready{note}
 up to {fields["max_seq_len"]} tokens per request
              and {fields["max_num_tokens"]} tokens per iteration
 
-{_next_steps(settings, http)}
+{_next_steps(settings, http, settings.openai_options.get("--served-model-name", fields["model"]))}
 Ctrl-C stops the server."""
 
 
-def _next_steps(settings: ServeSettings, http: str) -> str:
+def _openai_address(settings: ServeSettings) -> str:
+    if settings.why_no_openai:
+        return f"off: {settings.why_no_openai}"
+    return f"http://{settings.local_host}:{settings.openai_port}/v1"
+
+
+def _page(settings: ServeSettings) -> str:
+    if settings.why_no_openai or "--no-page" in settings.openai_options:
+        return ""
+    return f"\n  page       http://{settings.local_host}:{settings.openai_port}/"
+
+
+def _next_steps(settings: ServeSettings, http: str, model: str) -> str:
     if not has_tokenizer(settings):
         return "The model has no tokenizer: send token ids (input_ids) to tensorrt_llm.\n"
     prompt = "1 2 3 4" if settings.is_demo else "Hello"
     is_default = (settings.local_host, settings.grpc_port) == (_DEFAULT.host, _DEFAULT.grpc_port)
     url = "" if is_default else f" --url {settings.local_host}:{settings.grpc_port}"
-    stream, endpoint, option = "true", "generate_stream", ""
-    if not settings.is_decoupled:
-        stream, endpoint, option = "false", "generate", " --no-stream"
-    body = f'{{"text_input": "{prompt}", "max_tokens": 40, "stream": {stream}}}'
-    return f"""\
-In another terminal:
-  inflight generate "{prompt}" --max-tokens 40{option}{url}
-  curl -N {http}/v2/models/{ENSEMBLE_MODEL_NAME}/{endpoint} -d '{body}'
-"""
+    steps = [f'inflight generate "{prompt}" --max-tokens 40{url}']
+    if not settings.why_no_openai:
+        steps += _openai_steps(settings, prompt, model)
+    elif settings.is_decoupled:
+        body = f'{{"text_input": "{prompt}", "max_tokens": 40, "stream": true}}'
+        path = f"{http}/v2/models/{ENSEMBLE_MODEL_NAME}/generate_stream"
+        steps.append(f"curl -N {path} -d '{body}'")
+    else:
+        body = f'{{"text_input": "{prompt}", "max_tokens": 40, "stream": false}}'
+        steps = [f'inflight generate "{prompt}" --max-tokens 40 --no-stream{url}']
+        steps.append(f"curl {http}/v2/models/{ENSEMBLE_MODEL_NAME}/generate -d '{body}'")
+    return "In another terminal:\n" + "".join(f"  {step}\n" for step in steps)
+
+
+def _openai_steps(settings: ServeSettings, prompt: str, model: str) -> list[str]:
+    """The same question by `curl` and by the `openai` package."""
+    base = _openai_address(settings)
+    path, said, call = "completions", f'"prompt": "{prompt}"', "completions"
+    python = f'prompt="{prompt}"'
+    if has_chat_template(settings):
+        path, call = "chat/completions", "chat.completions"
+        said = f'"messages": [{{"role": "user", "content": "{prompt}"}}]'
+        python = f'messages=[{{"role": "user", "content": "{prompt}"}}]'
+    has_key = settings.api_key is not None or "--api-key-file" in settings.openai_options
+    header = ' -H "Authorization: Bearer $INFLIGHT_API_KEY"' if has_key else ""
+    key = "KEY" if has_key else "none"
+    body = f'{{"model": "{model}", {said}, "max_tokens": 40}}'
+    return [
+        f"curl {base}/{path}{header} -d '{body}'",
+        f'python: openai.OpenAI(base_url="{base}", api_key="{key}").{call}.create('
+        f'model="{model}", {python}, max_tokens=40)',
+    ]

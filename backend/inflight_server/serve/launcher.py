@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from inflight_backend.manager.parameters import PRIVATE_VARIABLE
+from inflight_backend.manager.parameters import PRIVATE_BY_MODEL, PRIVATE_VARIABLE
 from inflight_backend.status import ModelStatus, read_status
+from inflight_protocol import DRAFT_MODEL_NAME
 from inflight_server.serve.console import (
     LoadingDisplay,
     occupy_standard_descriptors,
@@ -27,10 +28,11 @@ from inflight_server.serve.console import (
     shown,
 )
 from inflight_server.serve.log_file import keep_small
+from inflight_server.serve.openai_front import OpenAIFront
 from inflight_server.serve.preflight import check_install, check_settings
 from inflight_server.serve.process import ServerHealth, ServerProcess
 from inflight_server.serve.repository import assemble
-from inflight_server.serve.settings import PATH_KEYS, ServeSettings
+from inflight_server.serve.settings import PRIVATE_KEYS, ServeSettings
 from inflight_server.serve.supervisor import Attempt, RestartPolicy, StopSignals, Supervisor
 from inflight_server.serve.tritonserver import TritonInstall, environment, locate, prepare_backends
 from inflight_server.serve.workspace import BackendTmp, Workspace
@@ -67,14 +69,19 @@ def run(settings: ServeSettings) -> None:
             command = _prepare(settings, install, workspace)
             env |= workspace.environment | _private_parameters(settings, workspace)
 
+            front = OpenAIFront(settings, workspace)
+
             def serve(attempt: Attempt) -> None:
                 log = shown() if settings.is_verbose else _log_in(workspace.log_file)
                 with log as output, BackendTmp(workspace.scratch_note) as scratch:
                     server = ServerProcess(command, env, output)
-                    Run(settings, workspace, scratch, server, signals, attempt).run()
+                    Run(settings, workspace, scratch, server, front, signals, attempt).run()
 
             policy = RestartPolicy(settings.max_restarts)
-            Supervisor(workspace, signals, policy).run(serve)
+            try:
+                Supervisor(workspace, signals, policy).run(serve)
+            finally:
+                front.stop()
 
 
 @contextmanager
@@ -86,8 +93,11 @@ def _log_in(log_file: Path) -> Iterator[int]:
 
 def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspace) -> list[str]:
     """Fill the workspace and return the command line of the server."""
-    values = {key: value for key, value in settings.parameters.items() if key not in PATH_KEYS}
-    values["decoupled_mode"] = str(settings.is_decoupled).lower()
+    values, draft_values = (
+        _public(each) for each in (settings.parameters, settings.draft_parameters)
+    )
+    for each in (values, draft_values):
+        each["decoupled_mode"] = str(settings.is_decoupled).lower()
     ages: list[str] = []
     if seconds := settings.max_connection_seconds:
         # What ends a gRPC stream whose client never reads: nothing else in Triton notices. HTTP
@@ -95,7 +105,7 @@ def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspa
         names = ("--grpc-max-connection-age", "--grpc-max-connection-age-grace")
         ages = [f"{name}={round(1000 * seconds)}" for name in names]
         values.setdefault("max_run_seconds", str(2 * seconds))
-    assemble(workspace.models, values, settings.models)
+    assemble(workspace.models, values, settings.models, draft_values)
     backends = prepare_backends(install, workspace.backends)
     return [
         str(install.binary),
@@ -115,13 +125,24 @@ def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspa
 
 def _private_parameters(settings: ServeSettings, workspace: Workspace) -> dict[str, str]:
     """Environment of the models with the parameters that are paths: clients must not see them."""
-    paths = {key: value for key, value in settings.parameters.items() if key in PATH_KEYS}
+    paths: dict[str, object] = dict(_private(settings.parameters))
     paths |= {
         "gpt_model_path": str(settings.model),
         "status_file": str(workspace.status_file),
         "drain_file": str(workspace.drain_file),
     }
+    if settings.draft_model is not None:
+        own = {**_private(settings.draft_parameters), "gpt_model_path": str(settings.draft_model)}
+        paths[PRIVATE_BY_MODEL] = {DRAFT_MODEL_NAME: own}
     return {PRIVATE_VARIABLE: json.dumps(paths)}
+
+
+def _public(parameters: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in parameters.items() if key not in PRIVATE_KEYS}
+
+
+def _private(parameters: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in parameters.items() if key in PRIVATE_KEYS}
 
 
 def _closed_interfaces() -> tuple[str, ...]:
@@ -143,6 +164,7 @@ class Run:
     workspace: Workspace
     scratch: BackendTmp
     server: ServerProcess
+    front: OpenAIFront
     signals: StopSignals
     attempt: Attempt
 
@@ -155,6 +177,7 @@ class Run:
         try:
             status = self._wait_until_ready()
             if status is not None:
+                self.front.start(self.signals)
                 self._announce(status)
                 self._watch()
             elif not self._may_have_clients():
@@ -198,8 +221,10 @@ class Run:
     def _watch(self) -> None:
         while not self.signals.is_asked():
             self.health.check_progress()
+            self.front.check()
             keep_small(self.workspace.log_file)
-            self.signals.wait(_WATCH_SECONDS, self.health.processes())
+            processes = [*self.health.processes(), *self.front.processes]
+            self.signals.wait(_WATCH_SECONDS, processes)
 
     def _drain(self) -> None:
         """Let running requests finish within the drain time, then end them with an error."""

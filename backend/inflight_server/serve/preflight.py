@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import subprocess
@@ -13,7 +14,12 @@ from ipaddress import IPv6Address
 from pathlib import Path
 
 from inflight_backend.errors import CheckpointError, ConfigurationError
-from inflight_backend.models.checkpoint_files import JsonReader, find_config, weight_files
+from inflight_backend.models.checkpoint_files import (
+    JsonReader,
+    find_config,
+    find_file,
+    weight_files,
+)
 from inflight_backend.models.families.registry import FAMILIES, read_model
 from inflight_backend.text.generation_config import read_default_sampling
 from inflight_backend.text.tokenizer_files import find_tokenizer, no_tokenizer
@@ -23,6 +29,7 @@ from inflight_server.serve.tritonserver import TritonInstall
 
 _LOADER_FAILED = 127
 _STUB_SECONDS = 20
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_./+@%=:,~^-]+")
 
 
@@ -30,6 +37,9 @@ def check_settings(settings: ServeSettings) -> None:
     """`ConfigurationError` unless checkpoint, tokenizer folder, host and ports can be served."""
     check_paths(settings)
     check_checkpoint(settings.model)
+    if settings.draft_model is not None:
+        check_checkpoint(settings.draft_model)
+        check_draft(settings.model, settings.draft_model)
     read_default_sampling(
         settings.model,
         reads_checkpoint=settings.llm_parameters.generation_config == "auto",
@@ -37,7 +47,7 @@ def check_settings(settings: ServeSettings) -> None:
     )
     if "tokenizer_dir" in settings.parameters and not has_tokenizer(settings):
         raise ConfigurationError(f"tokenizer_dir: {no_tokenizer(settings.tokenizer_dir)}")
-    check_ports(settings.host, settings.ports)
+    check_ports(settings.host, settings.all_ports)
 
 
 def check_paths(settings: ServeSettings) -> None:
@@ -47,7 +57,12 @@ def check_paths(settings: ServeSettings) -> None:
     Triton starts it by a shell with paths below TMPDIR as they are, and waits for it for ever.
     """
     paths = {"--model": str(settings.model)}
+    if settings.draft_model is not None:
+        paths["--draft-model"] = str(settings.draft_model)
     paths |= {name: settings.parameters.get(name, "") for name in PATH_KEYS}
+    modules = settings.llm_parameters.lora_modules or ""
+    if modules.lstrip().startswith("{"):
+        paths |= {f"--lora {name}": str(path) for name, path in json.loads(modules).items()}
     for name, path in paths.items():
         if not path.isascii():
             raise ConfigurationError(
@@ -69,13 +84,25 @@ def check_install(install: TritonInstall, environment: Mapping[str, str]) -> Non
 
 
 def check_checkpoint(model: Path) -> None:
-    """`CheckpointError` unless ``model`` is a Hugging Face checkpoint folder of a kind we serve."""
+    """`CheckpointError` unless ``model`` is a checkpoint folder or GGUF file of a kind we serve."""
     check_model(model)
     weight_files(model)
 
 
+def check_draft(model: Path, draft_model: Path) -> None:
+    """`ConfigurationError` for an encoder in either: drafts are of the text that a decoder goes on
+    with, which is not the prompt there."""
+    for option, folder in (("--model", model), ("--draft-model", draft_model)):
+        if read_model(folder).encoder is not None:
+            raise ConfigurationError(
+                f"{option} {folder} has an encoder: a draft model is for a model without one, and "
+                "has none itself; leave --draft-model out"
+            )
+
+
 def check_model(folder: Path) -> None:
-    """`CheckpointError` unless config.json in ``folder`` is that of a model we serve."""
+    """`CheckpointError` unless ``folder`` (its config.json, or a GGUF file) is of a model we
+    serve."""
     try:
         read_model(folder)
     except CheckpointError as error:
@@ -96,6 +123,21 @@ def _brings_code(folder: Path) -> bool:
 def has_tokenizer(settings: ServeSettings) -> bool:
     """True when text can be served; without a tokenizer only token ids can."""
     return find_tokenizer(settings.tokenizer_dir) is not None
+
+
+def has_chat_template(settings: ServeSettings) -> bool:
+    """True if messages can be served, as far as the files tell."""
+    if "--chat-template" in settings.openai_options:
+        return True
+    folder = settings.tokenizer_dir
+    if any(find_file(folder, name) for name in _TEMPLATES):
+        return True
+    config = find_file(folder, "tokenizer_config.json")
+    with suppress(OSError, ValueError):
+        return config is not None and bool(
+            json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+        )
+    return False
 
 
 def address_of(host: str) -> str:

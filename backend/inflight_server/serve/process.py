@@ -82,6 +82,11 @@ class ServerProcess:
         """True if a signal ended the server, one of its own as well."""
         return (self._process.poll() or 0) < 0
 
+    def ask_to_end(self) -> None:
+        """Ask it to end by itself, by SIGINT."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+
     def stop(self, grace_seconds: float, is_hurried: Callable[[], bool]) -> None:
         """Ask the server to end, kill the whole group after the grace time, reap everything.
 
@@ -89,8 +94,8 @@ class ServerProcess:
         A server with an open gRPC stream never ends by itself, even an idle one. A caller
         whose ``is_hurried`` becomes true does not want to wait for the grace time.
         """
-        if grace_seconds > 0 and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+        if grace_seconds > 0:
+            self.ask_to_end()
             deadline = time.monotonic() + grace_seconds
             while self._process.poll() is None and time.monotonic() < deadline:
                 if is_hurried():
@@ -100,7 +105,7 @@ class ServerProcess:
             os.killpg(self.pid, signal.SIGKILL)
         if not self._has_gone():
             say(
-                f"a process of tritonserver ({self.pid}) was killed and does not end, "
+                f"a process ({self.pid}) was killed and does not end, "
                 "as if it were stuck in the kernel: it is left behind",
                 err=True,
             )

@@ -15,11 +15,14 @@ from pathlib import Path
 from string import Template
 
 from inflight_backend.errors import ConfigurationError
-from inflight_protocol import ENSEMBLE_MODEL_NAME, LLM_MODEL_NAME
+from inflight_protocol import DRAFT_MODEL_NAME, ENSEMBLE_MODEL_NAME, LLM_MODEL_NAME
 
 DEFAULT_MODELS = (LLM_MODEL_NAME, ENSEMBLE_MODEL_NAME)
 OPTIONAL_MODELS = ("preprocessing", "postprocessing", "tensorrt_llm_bls", "vllm_model")
 """Models for clients that call them by these names; written only when asked for."""
+
+DRAFT_MODELS = ("tensorrt_llm_bls", DRAFT_MODEL_NAME)
+"""Models of a server with a draft model: the second one has the template of `tensorrt_llm`."""
 
 DEFAULTS: Mapping[str, str] = {"triton_max_batch_size": "64", "decoupled_mode": "true"}
 """Values of the templates that are no parameters of the model."""
@@ -59,32 +62,45 @@ def template_dir() -> Path:
 
 
 def assemble(
-    target: Path, values: Mapping[str, str], models: Sequence[str] = DEFAULT_MODELS
+    target: Path,
+    values: Mapping[str, str],
+    models: Sequence[str] = DEFAULT_MODELS,
+    draft_values: Mapping[str, str] | None = None,
 ) -> None:
     """Write ``models`` to ``target`` (new) with every ``${key}`` of ``values`` filled.
+
+    ``draft_values``: those of the draft model.
 
     With `UINT32_KEY` set to true the integers of clients of v0.5 and v0.6 are UINT32, as they send
     them. A key without a value stays ``${key}``, which the model takes as not set.
     """
-    escaped = {key: escape(value) for key, value in {**DEFAULTS, **values}.items()}
     for model in models:
+        is_draft = model == DRAFT_MODEL_NAME
+        filled = {**DEFAULTS, **((draft_values or {}) if is_draft else values)}
+        escaped = {key: escape(value) for key, value in filled.items()}
         folder = target / model
-        shutil.copytree(
-            template_dir() / model, folder, ignore=shutil.ignore_patterns("__pycache__", ".gitkeep")
-        )
+        template = template_dir() / (LLM_MODEL_NAME if is_draft else model)
+        shutil.copytree(template, folder, ignore=shutil.ignore_patterns("__pycache__", ".gitkeep"))
         version = folder / "1"
         version.mkdir(exist_ok=True)
         if (version / "model.py").exists():
             (version / _NO_CACHE).touch()
         config = folder / "config.pbtxt"
         text = config.read_text(encoding="utf-8")
+        if is_draft:
+            text = text.replace(f'name: "{LLM_MODEL_NAME}"', f'name: "{DRAFT_MODEL_NAME}"', 1)
         if values.get(UINT32_KEY, "").lower() == "true":
             text = _INTEGERS.sub(r"\1TYPE_UINT32", text)
         config.write_text(_MARK + Template(text).safe_substitute(escaped), encoding="utf-8")
 
 
 def install(
-    target: Path, values: Mapping[str, str], models: Sequence[str], *, may_replace: bool
+    target: Path,
+    values: Mapping[str, str],
+    models: Sequence[str],
+    draft_values: Mapping[str, str] | None = None,
+    *,
+    may_replace: bool,
 ) -> None:
     """Put ``models`` into the folder ``target``, made if need be; other models there stay.
 
@@ -106,7 +122,7 @@ def install(
     target.mkdir(parents=True, exist_ok=True)
     # Beside its place, so that moving it there is a rename; Triton loads no hidden folder's models.
     with tempfile.TemporaryDirectory(prefix=".inflight-", dir=target) as scratch:
-        assemble(Path(scratch) / "new", values, models)
+        assemble(Path(scratch) / "new", values, models, draft_values)
         for model in models:
             if model in taken:
                 (target / model).rename(Path(scratch) / model)

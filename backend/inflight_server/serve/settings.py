@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import inflight_backend
@@ -14,7 +15,8 @@ from inflight_backend.manager.parameters import (
     parse_parameters,
     unknown_key_message,
 )
-from inflight_protocol import LLM_MODEL_NAME, PARAMETER_BY_NAME
+from inflight_backend.text.tokenizer_files import find_tokenizer
+from inflight_protocol import DRAFT_MODEL_NAME, LLM_MODEL_NAME, PARAMETER_BY_NAME
 from inflight_server.serve.repository import DEFAULT_MODELS, UINT32_KEY
 
 DEMO_MODEL = Path(inflight_backend.__file__).parent / "demo_model"
@@ -24,17 +26,36 @@ _OPTION_FOR_KEY = {
     "status_file": "inflight serve keeps this file itself",
     "drain_file": "inflight serve keeps this file itself",
 }
-PATH_KEYS = frozenset({"tokenizer_dir", "record_file"})
+PATH_KEYS = frozenset({"tokenizer_dir", "record_file", "lora_prefetch_dir", "lora_root"})
+PRIVATE_KEYS = PATH_KEYS | {"lora_modules"}
+"""Parameters that clients must not see."""
 _MODEL_NAME_KEY = "tensorrt_llm_model_name"
+_DRAFT_NAME_KEY = "tensorrt_llm_draft_model_name"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _TEXT_MODEL_KEYS = {
     "add_special_tokens": ("preprocessing",),
     "skip_special_tokens": ("postprocessing",),
     "accumulate_tokens": ("tensorrt_llm_bls",),
     _MODEL_NAME_KEY: ("tensorrt_llm_bls", "vllm_model"),
+    _DRAFT_NAME_KEY: ("tensorrt_llm_bls",),
     UINT32_KEY: (LLM_MODEL_NAME,),
 }
 """Key that is no parameter of `tensorrt_llm` -> the models that it is for."""
+
+_LIKE_THE_TARGET = (
+    "device",
+    "attention_backend",
+    "max_batch_size",
+    "max_tokens_in_paged_kv_cache",
+    "max_run_seconds",
+    "stall_seconds",
+)
+"""Parameters that a draft model takes over from its target."""
+_KV_SHARE = "kv_cache_free_gpu_mem_fraction"
+# Both load at the same time: whichever measures the free memory first leaves room for the other.
+_TARGET_KV_SHARE, _DRAFT_KV_SHARE = "0.6", "0.2"
+
+_OPENAI_PACKAGES = ("starlette", "uvicorn", "httptools", "jinja2", "pydantic", "tokenizers")
 
 _LOCAL_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address of all interfaces -> that of this machine."""
@@ -49,6 +70,9 @@ class ServeSettings:
     still open on it; twice that for any request, unless `max_run_seconds` is among the parameters;
     0: for ever. ``load_seconds``: how long loading may stand still.
     ``is_decoupled`` False: one response per request, no streaming.
+    ``draft_model``: a checkpoint that guesses for ``model``, with its own ``draft_parameters``.
+    ``openai_port``: of OpenAI's API, 0 for none; ``openai_options``: options of its command line
+    with their values, "" for flags; ``api_key``: a secret that its clients must send.
     """
 
     model: Path = DEMO_MODEL
@@ -56,6 +80,9 @@ class ServeSettings:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    openai_port: int = 9000
+    openai_options: Mapping[str, str] = field(default_factory=dict)
+    api_key: str | None = field(default=None, repr=False)
     parameters: dict[str, str] = field(default_factory=dict)
     drain_seconds: float = 30.0
     max_restarts: int = 5
@@ -64,6 +91,8 @@ class ServeSettings:
     is_verbose: bool = False
     is_decoupled: bool = True
     models: tuple[str, ...] = DEFAULT_MODELS
+    draft_model: Path | None = None
+    draft_parameters: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_demo(self) -> bool:
@@ -110,13 +139,41 @@ class ServeSettings:
         return Path(self.parameters.get("tokenizer_dir") or self.model)
 
     @property
+    def why_no_openai(self) -> str:
+        """Why OpenAI's API is not served; "" if it is."""
+        if self.openai_port == 0:
+            return "--openai-port 0"
+        if not self.is_decoupled:
+            return "it needs a model that streams, without --no-decoupled"
+        if find_tokenizer(self.tokenizer_dir) is None:
+            return "the model has no tokenizer"
+        missing = [name for name in _OPENAI_PACKAGES if find_spec(name) is None]
+        return f"it needs {missing[0]}: pip install '.[openai]' in a clone" if missing else ""
+
+    @property
+    def all_ports(self) -> dict[str, int]:
+        """Option name -> port, that of OpenAI's API as well."""
+        return self.ports | ({} if self.why_no_openai else {"--openai-port": self.openai_port})
+
+    @property
     def ports(self) -> dict[str, int]:
-        """Option name -> port."""
+        """Option name -> port, of tritonserver."""
         return {
             "--http-port": self.http_port,
             "--grpc-port": self.grpc_port,
             "--metrics-port": self.metrics_port,
         }
+
+
+def with_draft(
+    parameters: Mapping[str, str], draft_parameters: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The parameters of a target and of its draft model, in one server and on one device."""
+    taken_over = {key: parameters[key] for key in _LIKE_THE_TARGET if key in parameters}
+    names = {_DRAFT_NAME_KEY: DRAFT_MODEL_NAME, _KV_SHARE: _TARGET_KV_SHARE}
+    return names | dict(parameters), (
+        {_KV_SHARE: _DRAFT_KV_SHARE} | taken_over | dict(draft_parameters)
+    )
 
 
 def _as_in_url(host: str) -> str:
@@ -162,7 +219,7 @@ def _check_text_model_key(key: str, value: str, models: Sequence[str]) -> None:
         raise ConfigurationError(
             f"--set {key} is for the model {' or '.join(owners)}: ask for it, --add {owners[0]}"
         )
-    if key == _MODEL_NAME_KEY:
+    if key in (_MODEL_NAME_KEY, _DRAFT_NAME_KEY):
         if not _MODEL_NAME.fullmatch(value):
             raise ConfigurationError(f"--set {key} must be the name of a model, got {value!r}")
     elif value.lower() not in ("true", "false"):

@@ -26,6 +26,7 @@ import psutil
 
 from inflight_backend.process_guard import DeathPipe
 from inflight_backend.status import stop_file_of
+from inflight_protocol import DRAFT_MODEL_NAME
 from inflight_server.serve.log_file import before
 from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
 
@@ -122,6 +123,7 @@ class Workspace:
         self.status_file = self.path / "status.json"  # where the model reports
         self.drain_file = self.path / "drain"  # see `ask_to_drain`
         self.log_file = self.path / "server.log"  # the output of server and models
+        self.openai_log_file = self.path / "openai.log"  # the output of `inflight openai`
         self.scratch_note = self.path / _SCRATCH_NOTE  # the path of the folder of `BackendTmp`
         unlocked = self.path / f"{_LOCK}.new"
         try:
@@ -184,7 +186,8 @@ def _kept_from_cleaners(folder: Path) -> int:
 def _death_pipe_in(folder: Path) -> DeathPipe | None:
     """None on a file system without FIFOs: its models look for their parent now and then."""
     with suppress(OSError):
-        return DeathPipe(folder / "death_pipe", (*DEFAULT_MODELS, *OPTIONAL_MODELS))
+        models = (*DEFAULT_MODELS, *OPTIONAL_MODELS, DRAFT_MODEL_NAME)
+        return DeathPipe(folder / "death_pipe", models)
     return None
 
 

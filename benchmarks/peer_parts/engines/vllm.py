@@ -59,15 +59,18 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> Done:
         """See `PeerEngine`."""
-        parameters = [
-            self._library.SamplingParams(
-                max_tokens=length, ignore_eos=True, temperature=0, detokenize=False
-            )
-            for length in output_lens
-        ]
-        start = time.perf_counter()
-        outputs = self._engine.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False
-        )
-        seconds = time.perf_counter() - start
-        return Done(seconds, sum(len(output.outputs[0].token_ids) for output in outputs))
+        return generate(self._library, self._engine, prompts, output_lens)
+
+
+def generate(library: Any, engine: Any, prompts: list[list[int]], output_lens: list[int]) -> Done:
+    """`PeerEngine.generate` of the ``engine``, an `LLM` of the module ``library``."""
+    parameters = [
+        library.SamplingParams(max_tokens=length, ignore_eos=True, temperature=0, detokenize=False)
+        for length in output_lens
+    ]
+    start = time.perf_counter()
+    outputs = engine.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False
+    )
+    seconds = time.perf_counter() - start
+    return Done(seconds, sum(len(output.outputs[0].token_ids) for output in outputs))

@@ -12,9 +12,12 @@ torch knows. Names, shapes and layouts are those of the kernels beside this pack
 from inflight_kernels.reference.attention import (
     AttentionPlan,
     Weighting,
+    from_bytes,
     paged_attention_context,
     paged_attention_generation,
     plan_attention,
+    relative_bias,
+    to_bytes,
     write_kv,
 )
 from inflight_kernels.reference.elementwise import (
@@ -26,12 +29,14 @@ from inflight_kernels.reference.elementwise import (
     rotate,
     silu_mul,
 )
+from inflight_kernels.reference.lora import add_lora
 from inflight_kernels.reference.quantized import (
     dequantize,
     pack_nibbles,
     quantize_int8,
     unpack_nibbles,
 )
+from inflight_kernels.reference.recurrence import delta_chunks, delta_heads, delta_step
 from inflight_kernels.reference.sampling import (
     COUNT_UNIT,
     adjust_logits,
@@ -52,14 +57,19 @@ __all__ = [
     "COUNT_UNIT",
     "AttentionPlan",
     "Weighting",
+    "add_lora",
     "add_rms_norm",
     "adjust_logits",
     "apply_rope",
     "ban_repeated_ngrams",
     "ban_words",
+    "delta_chunks",
+    "delta_heads",
+    "delta_step",
     "dequantize",
     "draw",
     "filtered",
+    "from_bytes",
     "greedy",
     "grouped_linear",
     "is_drawn",
@@ -70,12 +80,14 @@ __all__ = [
     "paged_attention_generation",
     "plan_attention",
     "quantize_int8",
+    "relative_bias",
     "rms_norm",
     "rope_angles",
     "rotate",
     "sample",
     "sample_with_log_probs",
     "silu_mul",
+    "to_bytes",
     "uniform",
     "unpack_nibbles",
     "write_kv",

@@ -9,7 +9,7 @@ is in an `AttentionPlan`, made once and used for all layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,17 +23,29 @@ IntArray = npt.NDArray[np.int64]
 # Below these, padding costs less than another pass.
 _MIN_QUERY_BUCKET = 32
 _MIN_CONTEXT_BUCKET = 256
+_FP8_MAX = 448.0  # largest finite float8_e4m3fn
 # Elements of one attention mask: 16 Mi (64 MiB in float32) bounds the memory of a long chunk.
 _MAX_MASK_ELEMENTS = 2**24
 
 
 def write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Store key and value [T, KVH, D] at ``slot_mapping`` [T] int64 of the caches, in place.
 
-    A slot of -1 is skipped.
+    A slot of -1 is skipped. A cache of float8_e4m3fn or int8 holds key / key_scale and
+    value / value_scale.
     """
+    if key_cache.itemsize == 1:
+        key = to_bytes(key, key_scale, key_cache.dtype).view(torch.uint8)
+        value = to_bytes(value, value_scale, key_cache.dtype).view(torch.uint8)
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     num_slots = key_cache.shape[0] * key_cache.shape[1]
     if bool((slot_mapping < 0).any()):
         kept = (slot_mapping >= 0).nonzero().squeeze(1)
@@ -111,18 +123,25 @@ class Weighting:
 
     ``softcap``: ``cap(s) = softcap * tanh(s / softcap)`` (Gemma 2). ``sinks`` [H] float32: a score
     of each head that joins the softmax and is dropped from it (gpt-oss). ``slopes`` [H] float32:
-    the bias is ``slope * (key position - query position)`` (ALiBi).
+    the bias is ``slope * (key position - query position)`` (ALiBi). ``key_scale`` and
+    ``value_scale`` multiply what a cache of float8_e4m3fn or int8 holds. ``relative_bias``
+    [H, 2 * m + 1] float32: the bias of a key at distance ``d = key position - query position`` is
+    that of column ``m + d``, of the first or last one beyond these (T5).
     """
 
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
     slopes: Tensor | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+    relative_bias: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
         """True if torch's fused attention computes it."""
-        return self.softcap is None and self.sinks is None and self.slopes is None
+        others = (self.softcap, self.sinks, self.slopes, self.relative_bias)
+        return all(each is None for each in others)
 
 
 @dataclass(slots=True)
@@ -138,7 +157,7 @@ class _Group:
     token_rows: slice | Tensor
     flat_rows: Tensor | None
     valid_tokens: Tensor | None
-    blocks: Tensor  # [size * num_blocks] block ids
+    blocks: list[Tensor]  # [size * num_blocks] block ids, by each of the block tables
     query_positions: Tensor  # [size, num_queries]
     key_positions: Tensor  # [size, num_keys]
     is_causal: bool  # fresh prompts: key i is position i, no mask needed
@@ -162,17 +181,20 @@ class AttentionPlan:
         value_cache: Tensor,
         weighting: Weighting,
         own: tuple[Tensor, Tensor] | None = None,
+        table: int = 0,
     ) -> Tensor:
         """Attention of query [T, H, D], contiguous answer of the same shape.
 
-        ``own``: keys and values [T, KVH, D] of the same tokens, in the dtype of the caches. A
-        prompt that is computed as a whole then reads these, and nothing from the caches.
+        ``table``: by which of the block tables the caches are read. ``own``: keys and values
+        [T, KVH, D] of the same tokens, in the dtype of the caches. A prompt that is computed as a
+        whole then reads these, and nothing from the caches.
         """
         if len(self.groups) == 1 and isinstance(self.groups[0].token_rows, slice):
-            return _attend_group(self.groups[0], query, key_cache, value_cache, weighting, own)
+            group = self.groups[0]
+            return _attend_group(group, query, key_cache, value_cache, weighting, own, table)
         answer = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in self.groups:
-            rows = _attend_group(group, query, key_cache, value_cache, weighting, own)
+            rows = _attend_group(group, query, key_cache, value_cache, weighting, own, table)
             if group.flat_rows is None or group.valid_tokens is None:
                 answer[group.token_rows] = rows
             else:
@@ -187,14 +209,18 @@ def plan_attention(
     tokens_per_block: int,
     sliding_window: int | None = None,
     chunk: int | None = None,
+    is_causal: bool = True,
+    further_tables: Sequence[Tensor] = (),
 ) -> AttentionPlan:
     """Group sequences whose packed queries follow each other in the order of ``block_tables``.
 
-    block_tables: [S, max_blocks] on the device; query_lengths, context_lengths: [S] on the host,
-    both at least 1, a context never shorter than its queries.
+    block_tables: [S, max_blocks] on the device, and like it ``further_tables``, of layers that see
+    the same of other blocks; query_lengths, context_lengths: [S] on the host,
+    both at least 1, a context never shorter than its queries. Without ``is_causal`` each query sees
+    the whole context, which is another text and may be shorter.
     """
     starts = np.concatenate(([0], np.cumsum(query_lengths)))[:-1]
-    is_fresh = query_lengths == context_lengths
+    is_fresh = (query_lengths == context_lengths) & is_causal
     keys = np.stack(
         (
             _bucket(query_lengths, _MIN_QUERY_BUCKET) * (query_lengths > 1),
@@ -207,7 +233,7 @@ def plan_attention(
     for rows in _equal_rows(keys):
         groups.append(
             _plan_group(
-                block_tables,
+                [block_tables, *further_tables],
                 rows,
                 starts[rows],
                 query_lengths[rows],
@@ -215,13 +241,14 @@ def plan_attention(
                 tokens_per_block,
                 sliding_window,
                 chunk,
+                is_causal=is_causal,
             )
         )
     return AttentionPlan(groups)
 
 
 def _plan_group(
-    block_tables: Tensor,
+    block_tables: Sequence[Tensor],
     rows: IntArray,
     starts: IntArray,
     query_lengths: IntArray,
@@ -229,13 +256,17 @@ def _plan_group(
     tokens_per_block: int,
     window: int | None,
     chunk: int | None,
+    *,
+    is_causal: bool,
 ) -> _Group:
-    device = block_tables.device
+    device = block_tables[0].device
     num_queries = int(query_lengths.max())
     first_positions = context_lengths - query_lengths
     # Padded rows repeat the last token, so that no row of the mask is empty.
     steps = np.minimum(np.arange(num_queries), query_lengths[:, None] - 1)  # [n, q]
     query_positions = first_positions[:, None] + steps
+    if not is_causal:  # all stand at the end
+        query_positions = context_lengths[:, None] - 1 + steps * 0
     first_seen = first_positions * 0 if window is None else first_positions - window + 1
     if chunk is not None:
         first_seen = np.maximum(first_seen, first_positions // chunk * chunk)
@@ -258,8 +289,10 @@ def _plan_group(
         token_rows = torch.from_numpy(tokens.reshape(-1)).to(device)
         flat_rows = torch.from_numpy(np.flatnonzero(is_valid)).to(device)
         valid_tokens = torch.from_numpy(tokens[is_valid]).to(device)
-    tables = block_tables if len(rows) == len(block_tables) else block_tables[rows.tolist()]
-    is_causal = num_queries > 1 and bool((first_positions == 0).all())
+    if len(rows) < len(block_tables[0]):
+        block_tables = [each[rows.tolist()] for each in block_tables]
+    places = torch.from_numpy(entries).to(device)
+    is_causal = is_causal and num_queries > 1 and bool((first_positions == 0).all())
     is_causal = is_causal and min(window or num_queries, chunk or num_queries) >= num_queries
     is_exact = num_queries == 1 and context_lengths.min() == key_positions.shape[1]
     return _Group(
@@ -268,7 +301,7 @@ def _plan_group(
         token_rows=token_rows,
         flat_rows=flat_rows,
         valid_tokens=valid_tokens,
-        blocks=tables.gather(1, torch.from_numpy(entries).to(device)).reshape(-1),
+        blocks=[each.gather(1, places).reshape(-1) for each in block_tables],
         query_positions=torch.from_numpy(query_positions).to(device),
         key_positions=torch.from_numpy(key_positions).to(device),
         is_causal=is_causal,
@@ -285,6 +318,7 @@ def _attend_group(
     value_cache: Tensor,
     weighting: Weighting,
     own: tuple[Tensor, Tensor] | None,
+    table: int,
 ) -> Tensor:
     """Attention of one group, its padded rows packed: [size * num_queries, H, D]."""
     num_heads, head_dim = query.shape[1:]
@@ -292,7 +326,12 @@ def _attend_group(
     if own is not None and group.is_causal:
         found = own[0][group.token_rows], own[1][group.token_rows]
     else:
-        found = _gather(group, key_cache, value_cache)
+        found = _gather(group, group.blocks[table], key_cache, value_cache)
+        if key_cache.itemsize == 1:
+            found = (
+                from_bytes(found[0], weighting.key_scale, query.dtype),
+                from_bytes(found[1], weighting.value_scale, query.dtype),
+            )
     keys, values = (
         each.view(group.size, -1, num_kv_heads, each.shape[-1]).transpose(1, 2) for each in found
     )  # [n, KVH, L, D]
@@ -346,6 +385,11 @@ def _attend_written_out(
         distance = group.key_positions[:, None] - group.query_positions[:, tile, None]
         slopes = weighting.slopes.view(num_kv_heads, -1, 1, 1)
         scores += slopes * distance[:, None, None, :, :num_keys]
+    if weighting.relative_bias is not None:
+        found = relative_bias(
+            weighting.relative_bias, group.query_positions[:, tile], group.key_positions
+        )
+        scores += found[..., :num_keys].reshape(size, num_kv_heads, -1, num_queries, num_keys)
     if group.needs_mask or group.is_causal:
         scores += _mask(group, tile, torch.float32)[:, :, None, :, :num_keys]
     if weighting.sinks is not None:
@@ -357,15 +401,43 @@ def _attend_written_out(
     return answer.reshape(size, num_heads, num_queries, -1)
 
 
-def _gather(group: _Group, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy the blocks of the group side by side; fresh memory costs page faults, so once."""
+def relative_bias(table: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """What is added to scores: table [H, 2 * m + 1] of `Weighting` at the distances between query
+    [n, q] and key [n, k] positions -> [n, H, q, k]."""
+    most = table.shape[1] // 2
+    distance = (keys[:, None] - queries[..., None]).clamp(-most, most) + most
+    return table[:, distance].transpose(0, 1)
+
+
+def _gather(
+    group: _Group, blocks: Tensor, key_cache: Tensor, value_cache: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Copy ``blocks`` of the group side by side; fresh memory costs page faults, so once."""
     if group.buffers is None:
-        shape = (len(group.blocks), *key_cache.shape[1:])
+        shape = (len(blocks), *key_cache.shape[1:])
         group.buffers = key_cache.new_empty(shape), value_cache.new_empty(shape)
     keys, values = group.buffers
-    torch.index_select(key_cache, 0, group.blocks, out=keys)
-    torch.index_select(value_cache, 0, group.blocks, out=values)
+    for cache, gathered in ((key_cache, keys), (value_cache, values)):
+        if cache.itemsize == 1:  # torch has few operations on FP8
+            cache, gathered = cache.view(torch.uint8), gathered.view(torch.uint8)
+        torch.index_select(cache, 0, blocks, out=gathered)
     return keys, values
+
+
+def to_bytes(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x / scale in float8_e4m3fn or int8: to the nearest number there is, ties to even."""
+    x = x.float() / scale
+    if dtype == torch.int8:
+        return x.round_().clamp_(-128, 127).to(dtype)
+    return x.clamp_(-_FP8_MAX, _FP8_MAX).to(dtype)
+
+
+def from_bytes(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x * scale in ``dtype``, by a table: torch's own conversion takes five times as long."""
+    codes = torch.arange(256, dtype=torch.int16, device=x.device).to(torch.uint8).view(x.dtype)
+    numbers = (codes.float() * scale).to(dtype)
+    places = x.view(torch.uint8).flatten().to(torch.int32)
+    return numbers.index_select(0, places).view(x.shape)
 
 
 def _query_tiles(group: _Group, num_heads: int) -> Iterator[slice]:

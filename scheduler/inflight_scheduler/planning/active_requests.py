@@ -446,7 +446,12 @@ class ActiveRequests(Sequence[LlmRequest]):
             assert line.requests == expected, f"phase {phase.name} has drifted"
         manager = self.block_manager
         running = [*self.started, *self.generation, *self.completing]
-        num_blocks = sum(map(manager.get_blocks_at_completion, running))
+        num_blocks = sum(
+            manager.get_blocks_at_completion(
+                request, has_context=_phase_of(request) is RequestPhase.STARTED
+            )
+            for request in running
+        )
         assert num_blocks == self.num_blocks_at_completion, "the reservation has drifted"
         assert self.num_with_beams_or_adapter == sum(map(_has_beams_or_adapter, requests))
         assert self.num_with_drafts == sum(request.num_draft_tokens > 0 for request in requests)
@@ -473,8 +478,10 @@ class ActiveRequests(Sequence[LlmRequest]):
         self._phase_of[request.request_id] = phase
         self._phases[phase].insert(request)
         if phase in _HOLDING:
-            num_blocks = self.block_manager.get_blocks_at_completion(request)
-            self.num_blocks_at_completion += num_blocks
+            has_context = phase is RequestPhase.STARTED
+            self.num_blocks_at_completion += self.block_manager.get_blocks_at_completion(
+                request, has_context=has_context
+            )
         if phase is RequestPhase.GENERATION:
             self._look_at(request)
 
@@ -490,8 +497,10 @@ class ActiveRequests(Sequence[LlmRequest]):
             self._borders.forget(request)
             self._ends.forget(request)
         if phase in _HOLDING:
-            num_blocks = self.block_manager.get_blocks_at_completion(request)
-            self.num_blocks_at_completion -= num_blocks
+            has_context = phase is RequestPhase.STARTED
+            self.num_blocks_at_completion -= self.block_manager.get_blocks_at_completion(
+                request, has_context=has_context
+            )
 
 
 def _has_beams_or_adapter(request: LlmRequest) -> bool:

@@ -27,6 +27,12 @@ def grow(
         BlockAssignment(slot, index, block_id)
         for index, block_id in enumerate(block_ids, start=first_index)
     )
+    if manager.window_groups:
+        for group, first_new, new in manager.allocate_windows(request, num_tokens):
+            new_blocks.extend(
+                BlockAssignment(slot, index, block_id, group)
+                for index, block_id in enumerate(new, start=first_new)
+            )
 
 
 def check_num_tokens(batch: ScheduledBatch, tokens: Sequence[int]) -> None:

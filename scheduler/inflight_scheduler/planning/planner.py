@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from operator import attrgetter
 
 from inflight_scheduler.batch import (
     BlockAssignment,
@@ -35,9 +36,11 @@ from inflight_scheduler.batch import (
     ContextChunk,
     ScheduledBatch,
     SlotSetup,
+    SlotSnapshot,
 )
 from inflight_scheduler.kv.block_manager import BlockManager
 from inflight_scheduler.planning.active_requests import ActiveRequests
+from inflight_scheduler.planning.encoder_answers import EncoderAnswers
 from inflight_scheduler.planning.pending_tokens import (
     PendingTokenBatch,
     apply_each,
@@ -64,13 +67,14 @@ from inflight_scheduler.planning.verification import (
     fitting_drafts,
     take_verified,
 )
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, PrefixMatch
 
 
 class BatchPlanner:
     """Owner of the slots; applies decisions to requests, blocks and slots.
 
-    With ``active`` (see `ActiveRequests`) the usual plan costs what changed.
+    With ``active`` (see `ActiveRequests`) the usual plan costs what changed. ``cross_blocks`` are
+    those of an encoder's answers, where there is an encoder.
     """
 
     __slots__ = (
@@ -81,6 +85,7 @@ class BatchPlanner:
         "_open_slots",
         "_planned",
         "active",
+        "answers",
         "block_manager",
         "has_forgotten",
         "slots",
@@ -92,8 +97,10 @@ class BatchPlanner:
         num_slots: int,
         active: ActiveRequests | None = None,
         max_beam_width: int = 1,
+        cross_blocks: BlockManager | None = None,
     ) -> None:
         self.block_manager = block_manager
+        self.answers = None if cross_blocks is None else EncoderAnswers(cross_blocks)
         self.slots = SlotPool(num_slots, max_beam_width)
         self.active = active
         self._iteration = 0
@@ -130,14 +137,20 @@ class BatchPlanner:
         for request in paused_requests:
             self.release(request)
             request.pause()
+        if self.block_manager.snapshots is not None:
+            self.block_manager.snapshots.begin_plan()
+        encoding: Sequence[LlmRequest] = ()
+        if self.answers is not None:
+            encoding, context_requests = self.answers.split(context_requests)
         if paused_requests and self.active is not None:
             generation_requests = self.active.view_of(generation_requests)
         setups: list[SlotSetup] = []
         new_blocks: list[BlockAssignment] = []
-        sources: dict[int, int] = {}
+        sources: dict[int, PrefixMatch] = {}
+        restored: list[SlotSnapshot] = []
         for request in context_requests:
             if request.seq_slot is None:
-                setups += self._start(request, new_blocks, sources)
+                setups += self._start(request, new_blocks, sources, restored)
         copies: list[BlockCopy] = []
         chunks = [
             self._plan_context(request, new_blocks, sources, copies) for request in context_requests
@@ -147,8 +160,11 @@ class BatchPlanner:
             generation_requests, runs = self._plan_drafts(generation_requests, new_blocks)
         plain = generation_requests[len(runs) :] if runs else generation_requests
         moves = move_beams(plain, self.block_manager, copies)
-        slots = self._plan_generation(plain, new_blocks)
+        saved: list[SlotSnapshot] = []
+        slots = self._plan_generation(plain, new_blocks, saved)
         self._iteration += 1
+        answers = self.answers
+        has_work = bool(chunks or slots or runs or encoding)  # else no step takes the batch
         batch = ScheduledBatch(
             iteration=self._iteration,
             setups=tuple(setups),
@@ -160,6 +176,11 @@ class BatchPlanner:
             num_beams=plain[0].num_rows if moves else 1,
             draft_runs=runs,
             verified=take_verified(self._open_slots, plain),
+            dropped_answers=answers.drop() if answers is not None and has_work else (),
+            answers=() if answers is None else answers.assign(context_requests),
+            encoder_runs=() if answers is None else answers.start(self._iteration, encoding),
+            restored=tuple(restored),
+            saved=tuple(saved),
         )
         self._open_slots.update(run.slot for run in batch.runs if run.drafts)
         if not batch.is_empty:
@@ -185,6 +206,7 @@ class BatchPlanner:
         if batch.is_empty:
             return []
         check_num_tokens(batch, tokens)
+        self._finish_encoders(batch)
         context_requests, generation_requests = self._planned[batch.iteration]
         token_iterator = iter(tokens)
         # Before contexts join: the same list means that no request has left since the plan.
@@ -228,6 +250,7 @@ class BatchPlanner:
         assert batch.num_drafts == 0, "the number of tokens of a step with drafts is not known yet"
         context_requests, generation_requests = self._planned[batch.iteration]
         all_generations = self._all_generations(generation_requests)
+        self._finish_encoders(batch)
         self._assumed[batch.iteration] = None  # first: what is applied in part can be discarded
         if all_generations is not None:
             self._assumed[batch.iteration] = all_generations.expect_tokens()
@@ -239,7 +262,7 @@ class BatchPlanner:
             if chunk.is_last:
                 _drop_drafts(request)
                 request.expect_token()
-                self.block_manager.store(request)
+                self.block_manager.end_context(request)
 
     def apply_tokens(
         self,
@@ -304,7 +327,10 @@ class BatchPlanner:
         if batch.iteration in self._assumed:
             del self._assumed[batch.iteration]
             self.block_manager.forget_all()
-        requests = [*context_requests, *generation_requests]
+        encoding = () if self.answers is None else self.answers.discard(batch)
+        requests = [*encoding, *context_requests, *generation_requests]
+        if self.block_manager.snapshots is not None:
+            self.block_manager.snapshots.forget_all()
         for request in requests:
             self.block_manager.free(request.request_id)
             request.drop_pending_tokens()
@@ -314,10 +340,16 @@ class BatchPlanner:
         """Give back the request's blocks and slot; harmless when it holds none."""
         request.drop_pending_tokens()
         self.block_manager.release(request)
+        if self.answers is not None:
+            self.answers.release(request)
         if request.seq_slot is not None:
             self.slots.free(request.seq_slot)
             self._open_slots.discard(request.seq_slot)
             request.seq_slot = None
+
+    def _finish_encoders(self, batch: ScheduledBatch) -> None:
+        if self.answers is not None:
+            self.answers.finish(batch.iteration)
 
     @property
     def _may_have_drafts(self) -> bool:
@@ -331,16 +363,23 @@ class BatchPlanner:
         return self.active if requests is self.active.generation else None
 
     def _start(
-        self, request: LlmRequest, new_blocks: list[BlockAssignment], sources: dict[int, int]
+        self,
+        request: LlmRequest,
+        new_blocks: list[BlockAssignment],
+        sources: dict[int, PrefixMatch],
+        restored: list[SlotSnapshot],
     ) -> list[SlotSetup]:
         """Give a fresh context its slot and what is cached of its prompt; a setup for each row."""
         slot = request.seq_slot = self.slots.assign()
         match = self.block_manager.attach_prefix(request)
-        request.num_reused_blocks = match.num_blocks
+        request.num_reused_blocks = match.num_entries
+        request.num_reused_tokens = match.num_tokens
         if match.num_tokens > 0:
             request.skip_context(match.num_tokens)
-        if match.copy_source is not None:
-            sources[request.request_id] = match.copy_source
+        if match.copy_source is not None or match.window_sources:
+            sources[request.request_id] = match
+        if match.snapshot is not None:
+            restored.append(SlotSnapshot(slot, match.snapshot))
         new_blocks.extend(
             BlockAssignment(slot, index, block_id) for index, block_id in enumerate(match.block_ids)
         )
@@ -361,7 +400,7 @@ class BatchPlanner:
         self,
         request: LlmRequest,
         new_blocks: list[BlockAssignment],
-        sources: dict[int, int],
+        sources: dict[int, PrefixMatch],
         copies: list[BlockCopy],
     ) -> ContextChunk:
         slot = request.seq_slot
@@ -374,8 +413,11 @@ class BatchPlanner:
         if request.beams is not None and first_own < len(new_blocks):
             new_blocks += open_beams(request, slot, self.block_manager)
         if request.request_id in sources:
-            destination = new_blocks[first_own].block_id
-            copies.append(BlockCopy(sources[request.request_id], destination))
+            match = sources[request.request_id]
+            if match.copy_source is not None:
+                copies.append(BlockCopy(match.copy_source, new_blocks[first_own].block_id))
+            if match.window_sources:
+                copies += _window_copies(match, new_blocks[first_own:])
         start = request.context_current_position
         return ContextChunk(
             slot=slot,
@@ -383,6 +425,9 @@ class BatchPlanner:
             tokens=tuple(request.tokens[start : start + request.context_chunk_size]),
             is_last=request.is_last_context_chunk,
             drafts=fitting_drafts(request) if request.is_last_context_chunk else (),
+            snapshots=tuple(
+                self.block_manager.snapshots_of_chunk(request, request.context_chunk_size)
+            ),
         )
 
     def _begin_answer(
@@ -395,7 +440,7 @@ class BatchPlanner:
             request.add_new_token(drawn[0])
         else:
             search(request, candidates, self.block_manager)
-        self.block_manager.store(request)
+        self.block_manager.end_context(request)
         return 1
 
     def _plan_drafts(
@@ -418,9 +463,12 @@ class BatchPlanner:
         return [*drafting, *(r for r in requests if r.seq_slot not in slots)], tuple(runs)
 
     def _plan_generation(
-        self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]
+        self,
+        requests: Sequence[LlmRequest],
+        new_blocks: list[BlockAssignment],
+        saved: list[SlotSnapshot],
     ) -> tuple[int, ...]:
-        """Slots of ``requests``; those that open blocks get them."""
+        """Slots of ``requests``; those that open blocks get them, and have their states saved."""
         manager, all_generations = self.block_manager, self._all_generations(requests)
         if all_generations is not None:
             due: Sequence[LlmRequest] = all_generations.due_requests()
@@ -432,13 +480,20 @@ class BatchPlanner:
             num_places_left = manager.num_places_left
             due = [r for r in requests if num_places_left(r) == 0 or r.draft_tokens]
             slots = slots_of(requests)
+        if manager.snapshots is not None:
+            # In an order that a replay knows, since there may be room for some only.
+            for request in sorted(due, key=attrgetter("request_id")):
+                snapshot = manager.snapshot_of_generation(request)
+                if snapshot is not None:
+                    assert request.seq_slot is not None
+                    saved.append(SlotSnapshot(request.seq_slot, snapshot))
         for request in due:
             slot = request.seq_slot
             assert slot is not None
             if request.beams is not None:
                 new_blocks += append_beam_blocks(request, slot, manager)
                 continue
-            if request.draft_tokens or manager.window_size is not None:
+            if request.draft_tokens or manager.window_groups:
                 grow(request, slot, manager.num_tokens_after_step(request), new_blocks, manager)
                 continue
             appended = manager.append_block(request.request_id)
@@ -453,6 +508,16 @@ class BatchPlanner:
             return
         _drop_drafts(request)
         request.add_new_token(token)
+
+
+def _window_copies(match: PrefixMatch, new_blocks: Sequence[BlockAssignment]) -> list[BlockCopy]:
+    """What is cached in groups with a window, into the first blocks of the context there."""
+    own = {(new.group, new.index): new.block_id for new in new_blocks}
+    return [
+        BlockCopy(source, own[group, index])
+        for group, first, sources in match.window_sources
+        for index, source in enumerate(sources, start=first)
+    ]
 
 
 def _drop_drafts(request: LlmRequest) -> None:

@@ -25,12 +25,14 @@ def refusal_reason(
     With chunking (``may_chunk``) a context of any length runs, if it fits the blocks. Draft tokens
     count as far as they are known; the caller keeps later ones within the bounds.
     """
-    if block_manager is not None and not block_manager.can_ever_fit(request):
+    if block_manager is not None and not block_manager.can_ever_fit(request, may_pause=may_pause):
+        has_chunks = block_manager.window_groups and block_manager.max_chunk_tokens is not None
         return (
             f"prompt of {request.prompt_len} plus {request.max_new_tokens} output tokens needs "
-            f"{block_manager.get_blocks_at_completion(request)} KV blocks of "
+            f"{block_manager.num_needed_alone(request, may_pause=may_pause)} KV blocks of "
             f"{block_manager.tokens_per_block} tokens, but there are {block_manager.num_blocks}; "
-            "ask for less or raise max_tokens_in_paged_kv_cache"
+            f"ask for less{', lower max_num_tokens' if has_chunks else ''} or raise "
+            "max_tokens_in_paged_kv_cache"
         )
     for resource in resources:
         num_needed = resource.needed_alone(request)

@@ -23,7 +23,6 @@ from inflight_scheduler.policies.resources import (
     CrossBlocks,
     Resource,
     Shortage,
-    check_resources,
 )
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState
@@ -157,7 +156,6 @@ class CacheCapacityScheduler(CapacityScheduler):
             no_schedule_until_state=no_schedule_until_state,
             no_schedule_after_state=no_schedule_after_state,
         )
-        check_resources(block_manager, resources)
         if not self.can_serve_encoder and any(isinstance(each, CrossBlocks) for each in resources):
             raise ValueError(
                 "max_utilization cannot run a model with an encoder: a pause would lose the "
@@ -172,8 +170,8 @@ class ReservingScheduler(CacheCapacityScheduler):
     """What GUARANTEED_NO_EVICT and STATIC_BATCH have in common: reservations to completion.
 
     ``resources`` are reserved like blocks. A request that lacks only one that does not end
-    the walk (PEFT pages) is passed over, as published; so while others keep the pages in use, such
-    a request is promised no turn. An encoder is admitted without reserving blocks; the context
+    the walk (adapter pages) is passed over, as published; so while others keep the pages in use,
+    such a request is promised no turn. An encoder is admitted without reserving blocks; the context
     after it reserves them. Requests whose KV is just coming from another server keep their
     reservation, which the published rule forgets for that while.
 

@@ -158,7 +158,7 @@ def explain_left_out(
 
     def needed(request: LlmRequest) -> int:
         if id(request) in pausing and not request.is_context_init_state:  # it starts again
-            return -(-request.num_tokens // block_manager.tokens_per_block)
+            return block_manager.get_context_blocks(request.num_tokens)
         return block_manager.get_needed_blocks_one_step(request)
 
     return {

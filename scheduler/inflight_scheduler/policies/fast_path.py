@@ -24,6 +24,7 @@ from inflight_scheduler.policies.capacity import (
 )
 from inflight_scheduler.policies.forecast import BlockForecast
 from inflight_scheduler.policies.micro_batch import MicroBatchScheduler
+from inflight_scheduler.policies.resources import PeftPages
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState
 
@@ -69,14 +70,14 @@ def schedule(
 def is_applicable(capacity: CapacityScheduler, micro_batch: MicroBatchScheduler) -> bool:
     """True for schedulers whose rules are known here.
 
-    Not for subclasses, moved gates, further resources and attention windows.
+    Not for subclasses, moved gates and further resources, but for the pages of adapters, which none
+    of the usual requests has.
     """
     policies = (GuaranteedNoEvictScheduler, StaticBatchScheduler, MaxUtilizationScheduler)
     return (
         isinstance(capacity, policies)
         and type(capacity) in policies
-        and not capacity.resources
-        and capacity.block_manager.window_size is None
+        and all(isinstance(each, PeftPages) for each in capacity.resources)
         and type(micro_batch) is MicroBatchScheduler
         and capacity.no_schedule_until_state == LlmRequestState.CONTEXT_INIT
         and capacity.no_schedule_after_state == LlmRequestState.GENERATION_COMPLETE
@@ -115,22 +116,30 @@ def _reserving(capacity: CapacityScheduler, active: ActiveRequests) -> list[LlmR
 
 
 def _make_room(active: ActiveRequests, forecast: BlockForecast) -> list[LlmRequest]:
-    """Give a block to each that opens one (beam width 1), in order, and pause the request that
+    """Give blocks to each that opens some (beam width 1), in order, and pause the request that
     started last until there is one; that may be the request itself. Returns those paused."""
     due = active.due_requests()
-    if len(due) <= forecast.num_available:
-        forecast.num_available -= len(due)
+    needed: dict[int, int] = {}  # where that is not one block
+    num_needed = len(due)
+    if active.block_manager.window_groups:
+        needed = {request.request_id: forecast.needed_one_step(request) for request in due}
+        num_needed = sum(needed.values())
+    if num_needed <= forecast.num_available:
+        forecast.num_available -= num_needed
         return []
     started = (active.started, active.generation, active.completing)
     last_first = heapq.merge(*map(reversed, started), key=_rank, reverse=True)
     paused: list[LlmRequest] = []
     for request in sorted(due, key=_rank):
-        while forecast.num_available < 1 and (not paused or request.rank < paused[-1].rank):
+        num_needed = needed.get(request.request_id, 1)
+        while forecast.num_available < num_needed and (
+            not paused or request.rank < paused[-1].rank
+        ):
             paused.append(next(last_first))
             forecast.release(paused[-1])
         if paused and request.rank >= paused[-1].rank:
             break
-        forecast.claim(request, 1)
+        forecast.claim(request, num_needed)
     return paused
 
 

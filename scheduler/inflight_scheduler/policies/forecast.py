@@ -51,6 +51,8 @@ class BlockForecast:
         if not manager.enable_reuse:
             self.num_available += manager.num_releasable_blocks(request.request_id)
             return
+        if manager.window_groups:
+            self.num_available += manager.num_window_blocks_of(request.request_id)
         rows = manager.beam_tables_of(request.request_id)
         for block_id in chain(manager.table_of(request.request_id), *rows):
             self._dropped[block_id] += 1

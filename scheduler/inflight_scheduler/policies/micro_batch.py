@@ -28,25 +28,32 @@ _UNBOUNDED = 2**62
 
 
 class ContextChunkingPolicy(IntEnum):
-    """Which contexts get tokens when not all contexts fit (values of the Executor API)."""
+    """Which contexts get tokens when not all contexts fit (values of the Executor API; the last is
+    that of TensorRT-LLM's Python scheduler)."""
 
     FIRST_COME_FIRST_SERVED = 0
     EQUAL_PROGRESS = 1
     FORCE_CHUNK = 2
+    PIPELINE_AWARE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ContextChunking:
     """Cut contexts by ``policy``: a chunk is a multiple of ``unit_size`` tokens, or the rest.
 
-    ``max_context_length`` bounds every chunk; None leaves that to the token budget.
+    ``max_context_length`` bounds every chunk; None leaves that to the token budget. ``num_stages``:
+    of the pipeline, of which PIPELINE_AWARE makes as many chunks of a prompt, that each may be at
+    another stage (``_chunk_pipeline_aware`` of that Python scheduler).
     """
 
     policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
     unit_size: int = 32
     max_context_length: int | None = None
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages must be at least 1, not {self.num_stages}")
         if self.unit_size < 1:
             raise ValueError(f"unit_size must be at least 1, not {self.unit_size}")
         if self.max_context_length is not None and self.unit_size > self.max_context_length:
@@ -55,21 +62,34 @@ class ContextChunking:
             )
 
     def chunks(
-        self, lengths: Sequence[int], num_drafts: Sequence[int], capacity: int | None
+        self,
+        lengths: Sequence[int],
+        num_drafts: Sequence[int],
+        capacity: int | None,
+        totals: Sequence[int] | None = None,
+        up_to_snapshots: Sequence[int] | None = None,
     ) -> tuple[list[int], list[int]]:
         """Prompt tokens of each context that run now, 0 for none, and drafts next to them.
 
         ``lengths`` are the prompt tokens each has left, in order, ``num_drafts`` the guesses that
         may follow its last chunk. What runs is at most ``capacity`` in all; None means unbounded.
-        Contexts that all fit with their drafts run whole, except under FORCE_CHUNK, which always
-        cuts. Otherwise a last chunk keeps the drafts that complete its unit, as far as there is
-        room. Where the first gets nothing, none does.
+        ``totals``: tokens of their whole prompts; None: the same as ``lengths``.
+        ``up_to_snapshots``: those up to where each keeps a state next, or has ended, at which a
+        chunk ends under FORCE_CHUNK; None: the same as ``lengths``.
+        Contexts that all fit with their drafts run whole, except under FORCE_CHUNK and
+        PIPELINE_AWARE, which always cut. Otherwise a last chunk keeps the drafts that complete its
+        unit, as far as there is room. Where the first gets nothing, none does.
         """
         longest = _UNBOUNDED if self.max_context_length is None else self.max_context_length
         num_left = _UNBOUNDED if capacity is None else capacity
         whole = list(map(add, lengths, num_drafts))
         if self.policy == ContextChunkingPolicy.FORCE_CHUNK:
-            sizes = self._force(lengths, num_left)
+            wanted = list(map(min, lengths, up_to_snapshots or lengths))
+            sizes = self._first_come(lengths, num_left, longest, wanted)
+        elif self.policy == ContextChunkingPolicy.PIPELINE_AWARE:
+            targets = [self._even_chunk(total) for total in totals or lengths]
+            wanted = list(map(min, lengths, targets))
+            sizes = self._first_come(lengths, num_left, longest, wanted)
         elif sum(whole) <= num_left and max(whole, default=0) <= longest:
             return list(lengths), list(num_drafts)
         elif self.policy == ContextChunkingPolicy.EQUAL_PROGRESS:
@@ -87,12 +107,27 @@ class ContextChunking:
                 num_left -= kept[index]
         return sizes, kept
 
-    def _first_come(self, lengths: Sequence[int], num_left: int, longest: int) -> list[int]:
-        """The rest of each in turn; a chunk ends at a whole unit."""
+    def _even_chunk(self, total: int) -> int:
+        """Of a prompt of ``total`` tokens: a chunk for each stage, in whole units; prompts that
+        have not so many are parted less."""
+        num_chunks = min(self.num_stages, max(total // self.unit_size, 1))
+        if num_chunks == 1:
+            return total
+        size = total // num_chunks
+        return size - size % self.unit_size
+
+    def _first_come(
+        self,
+        lengths: Sequence[int],
+        num_left: int,
+        longest: int,
+        wanted: Sequence[int] | None = None,
+    ) -> list[int]:
+        """The rest of each in turn, or of that what is ``wanted``; less is in whole units."""
         sizes = []
-        for length in lengths:
-            size = min(length, longest, num_left)
-            if size < length:
+        for most in wanted or lengths:
+            size = min(most, longest, num_left)
+            if size < most:
                 size -= size % self.unit_size
             num_left -= size
             sizes.append(size)
@@ -112,16 +147,6 @@ class ContextChunking:
                     num_left -= step
                     still_growing.append(index)
             growing = still_growing
-        return sizes
-
-    def _force(self, lengths: Sequence[int], num_left: int) -> list[int]:
-        """One unit of each, none where it does not fit."""
-        sizes = []
-        for length in lengths:
-            size = min(length, self.unit_size)
-            size = size if size <= num_left else 0
-            num_left -= size
-            sizes.append(size)
         return sizes
 
 
@@ -147,8 +172,9 @@ class MicroBatchScheduler:
     A context costs its tokens, a generation step its beam width, both also their draft tokens (a
     context with its last chunk), an encoder its input. ``max_num_tokens`` None means unbounded.
     ``chunking`` None: contexts run whole. ``count_reusable_tokens`` says how many tokens of a fresh
-    context need not be computed. A decision changes nothing but the ``context_chunk_size`` and
-    ``num_chunk_drafts`` of the contexts it lets run.
+    context need not be computed, ``snapshot_points`` after how many of its prompt it keeps a state.
+    A decision changes nothing but the ``context_chunk_size`` and ``num_chunk_drafts`` of the
+    contexts it lets run.
     """
 
     __slots__ = (
@@ -158,6 +184,7 @@ class MicroBatchScheduler:
         "max_num_tokens",
         "no_schedule_after_state",
         "no_schedule_until_state",
+        "snapshot_points",
     )
 
     def __init__(
@@ -167,6 +194,7 @@ class MicroBatchScheduler:
         *,
         chunking: ContextChunking | None = None,
         count_reusable_tokens: Callable[[LlmRequest], int] | None = None,
+        snapshot_points: Callable[[LlmRequest], Sequence[int]] | None = None,
         no_schedule_until_state: LlmRequestState = LlmRequestState.CONTEXT_INIT,
         no_schedule_after_state: LlmRequestState = LlmRequestState.GENERATION_TO_COMPLETE,
     ) -> None:
@@ -183,6 +211,7 @@ class MicroBatchScheduler:
         self.max_num_tokens = max_num_tokens
         self.chunking = chunking
         self.count_reusable_tokens = count_reusable_tokens
+        self.snapshot_points = snapshot_points
         self.no_schedule_until_state = no_schedule_until_state
         self.no_schedule_after_state = no_schedule_after_state
 
@@ -290,7 +319,19 @@ class MicroBatchScheduler:
     ) -> tuple[list[int], list[int], list[int]]:
         lengths = [self.num_tokens_to_compute(request) for request in context]
         num_drafts = [len(request.draft_tokens) for request in context]
-        return lengths, *chunking.chunks(lengths, num_drafts, capacity)
+        totals = [request.prompt_len for request in context]
+        up_to = None
+        if chunking.policy == ContextChunkingPolicy.FORCE_CHUNK:
+            up_to = [self._up_to_snapshot(*each) for each in zip(context, lengths, strict=True)]
+        return lengths, *chunking.chunks(lengths, num_drafts, capacity, totals, up_to)
+
+    def _up_to_snapshot(self, request: LlmRequest, length: int) -> int:
+        """Of the ``length`` tokens that are left of a prompt, those up to its next snapshot."""
+        if self.snapshot_points is None:
+            return length
+        start = request.prompt_len - length
+        points = self.snapshot_points(request)
+        return next((point - start for point in points if point > start), length)
 
     def _context_cost(self, request: LlmRequest) -> int:
         """Tokens booked during the walk; contexts that may be cut take what is left after it."""

@@ -4,8 +4,8 @@ A `Resource` says how much there is; its `Forecast` keeps the budgets of one dec
 request would take, now or until its end, and how much is left after those accepted so far. The KV
 blocks themselves are such a forecast (`BlockForecast`), and so are
 
-- `WindowBlocks`: the blocks of layers with another attention window, in a pool of their own,
 - `CrossBlocks`: the blocks of an encoder's output, which cross attention reads,
+- `AnswerRoom`: memory for such outputs until then,
 - `PeftPages`: the pages of LoRA adapters, taken once for all requests with the same adapter.
 
 Write another class with these members for whatever else must not run out. Deciding only counts:
@@ -63,39 +63,6 @@ class Resource(Protocol):
         """What ``request`` needs at most while it holds nothing; more than all is refused."""
 
 
-class WindowBlocks:
-    """KV blocks of the layers with one attention window, in a pool of their own."""
-
-    __slots__ = ("block_manager",)
-    ends_walk = True
-
-    def __init__(self, block_manager: BlockManager) -> None:
-        """Raises `ValueError` for a manager with block reuse: that needs a uniform window."""
-        if block_manager.enable_reuse:
-            raise ValueError(
-                "enable_reuse needs a uniform attention window: a further pool cannot reuse blocks"
-            )
-        self.block_manager = block_manager
-
-    @property
-    def name(self) -> str:
-        """With the window it is for."""
-        return f"KV blocks of window {self.block_manager.window_size}"
-
-    @property
-    def num_total(self) -> int:
-        """Blocks, free or not."""
-        return self.block_manager.num_blocks
-
-    def forecast(self) -> BlockForecast:
-        """The arithmetic of KV blocks, cut at the window."""
-        return BlockForecast(self.block_manager)
-
-    def needed_alone(self, request: LlmRequest) -> int:
-        """Blocks at the last token."""
-        return self.block_manager.get_blocks_at_completion(request)
-
-
 class CrossBlocks:
     """KV blocks of encoder outputs: all of them are taken with the first context chunk.
 
@@ -148,18 +115,64 @@ class _CrossForecast:
         self.num_available += self._cross.block_manager.num_blocks_of(request.request_id)
 
 
+KEPT_STEPS = 2
+"""An engine has room for what an encoder says in so many of its largest steps."""
+
+
+class AnswerRoom:
+    """Room for what encoders have said and no context has read: ``num_total`` tokens, of which
+    ``num_kept`` tells how many are taken. Only an encoder takes some, so contexts go on and make
+    room."""
+
+    __slots__ = ("num_kept", "num_total")
+    name = "tokens of encoder answers"
+    ends_walk = False
+
+    def __init__(self, num_total: int, num_kept: Callable[[], int]) -> None:
+        self.num_total, self.num_kept = num_total, num_kept
+
+    def forecast(self) -> _AnswerForecast:
+        """What is free now."""
+        return _AnswerForecast(self.num_total - self.num_kept())
+
+    def needed_alone(self, request: LlmRequest) -> int:
+        """The whole answer."""
+        return request.encoder_length
+
+
+class _AnswerForecast:
+    __slots__ = ("num_available",)
+
+    def __init__(self, num_available: int) -> None:
+        self.num_available = num_available
+
+    def needed_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
+        """That of an encoder which has not run."""
+        return request.encoder_length if request.is_encoder_init_state else 0
+
+    def needed_to_completion(self, request: LlmRequest) -> int:
+        return self.needed_one_step(request)
+
+    def claim(self, request: LlmRequest, num_needed: int) -> None:
+        self.num_available -= num_needed
+
+    def release(self, request: LlmRequest) -> None:
+        """Nothing: no request that is paused keeps an answer."""
+
+
 class PeftPages:
-    """Pages of LoRA adapters: ``num_pages`` in all, ``pages_of_task(task_id)`` for each adapter.
+    """Pages of LoRA adapters: ``num_pages`` in all, ``pages_of_task(task_id)`` for each adapter;
+    None: as many as its requests say (``lora_pages``).
 
     A decision counts each adapter once, however many requests use it, and nothing between
     decisions: an adapter that no accepted request uses can be dropped from its pages.
     """
 
     __slots__ = ("num_total", "pages_of_task")
-    name = "PEFT pages"
+    name = "adapter pages"
     ends_walk = False
 
-    def __init__(self, num_pages: int, pages_of_task: Callable[[int], int]) -> None:
+    def __init__(self, num_pages: int, pages_of_task: Callable[[int], int] | None = None) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, not {num_pages}")
         self.num_total = num_pages
@@ -171,8 +184,11 @@ class PeftPages:
 
     def needed_alone(self, request: LlmRequest) -> int:
         """Pages of its adapter."""
-        task_id = request.lora_task_id
-        return 0 if task_id is None else self.pages_of_task(task_id)
+        if request.lora_task_id is None:
+            return 0
+        if self.pages_of_task is None:
+            return request.lora_pages
+        return self.pages_of_task(request.lora_task_id)
 
 
 class _PeftForecast:
@@ -286,16 +302,3 @@ class Budgets:
         if self._to_completion:
             return forecast.needed_to_completion(request)
         return forecast.needed_one_step(request, self._two_step_lookahead)
-
-
-def check_resources(block_manager: BlockManager, resources: Sequence[Resource]) -> None:
-    """Raise `ValueError` for block reuse next to pools of other attention windows."""
-    if not block_manager.enable_reuse:
-        return
-    for resource in resources:
-        if isinstance(resource, WindowBlocks):
-            raise ValueError(
-                "enable_reuse needs a uniform attention window, but there are pools for "
-                f"{block_manager.window_size} and {resource.block_manager.window_size} tokens; "
-                "switch it off"
-            )

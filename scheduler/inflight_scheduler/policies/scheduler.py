@@ -152,6 +152,7 @@ def make_scheduler(
         count_reusable_tokens=block_manager.count_reusable_tokens
         if block_manager is not None and block_manager.enable_reuse
         else None,
+        snapshot_points=None if block_manager is None else block_manager.snapshot_points,
         no_schedule_until_state=first_state,
     )
     return SimpleScheduler(capacity_scheduler, micro_batch_scheduler)

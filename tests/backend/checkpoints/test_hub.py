@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,14 @@ def hub() -> Iterator[Hub]:
         "some/demo": {**DEMO, **ODD},
         "some/sharded": SHARDED,
         "some/pickle": {**NO_WEIGHTS, "pytorch_model.bin": b"p"},
-        "some/gguf": {**NO_WEIGHTS, "demo-Q4.gguf": b"g"},
+        "some/gguf": {"demo-Q4.gguf": b"g", "demo-Q8.gguf": b"h"},
+        "some/gguf-with-config": {**NO_WEIGHTS, "demo-Q4.gguf": b"g"},
         "some/nothing": NO_WEIGHTS,
+        "some/adapter": {
+            "adapter_config.json": b"{}",
+            "adapter_model.safetensors": b"a",
+            "README.md": b"r",
+        },
         "some/other": {
             **DEMO,
             "config.json": json.dumps(
@@ -68,18 +75,48 @@ def cache(tmp_path: Path, hub: Hub) -> Path:
 
 def fetch(hub: Hub, cache: Path, name: str, **more: str) -> subprocess.CompletedProcess[str]:
     """`inflight model-repository` in a process of its own: the library reads its settings once."""
+    models = str(cache.parent / "models")
+    return run_command(hub, cache, "model-repository", models, "--force", "--model", name, **more)
+
+
+def run_command(
+    hub: Hub, cache: Path, *arguments: str, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """`inflight` likewise."""
+    return run_beside(hub, cache, ["-m", "inflight_client.cli", *arguments], **more)
+
+
+def run_beside(
+    hub: Hub, cache: Path, command: list[str], **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Python with this Hub, and with ``more`` in its environment."""
     proxies = {name for name in os.environ if name.lower().endswith("_proxy")}
     kept = {name: value for name, value in os.environ.items() if name not in proxies}
     settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-m", "inflight_client.cli", "model-repository"]
     return subprocess.run(
-        [*command, str(cache.parent / "models"), "--force", "--model", name],
+        [sys.executable, *command],
         env={**kept, **settings, **more},
         capture_output=True,
         text=True,
         check=False,
         cwd=cache.parent,
     )
+
+
+@pytest.mark.slow
+def test_a_plan_fetches_no_weights(hub: Hub, cache: Path) -> None:
+    """Of those that are in the cache it reads the headers; offline the cache is enough."""
+    command = ("plan", "some/demo", "--json")
+    first = run_command(hub, cache, *command)
+    assert first.returncode == 0, first.stderr
+    assert "model.safetensors" not in hub.fetched
+    planned = json.loads(first.stdout)
+    assert planned["file_bytes"] is None
+    assert "the files are not here" in run_command(hub, cache, *command[:2]).stdout
+    assert fetch(hub, cache, "some/demo").returncode == 0
+    again = json.loads(run_command(hub, cache, *command, HF_HUB_OFFLINE="1").stdout)
+    assert again["file_bytes"] > 0
+    assert {**again, "file_bytes": None} == planned
 
 
 def snapshot(cache: Path, name: str) -> Path:
@@ -107,6 +144,27 @@ def test_only_what_is_read_is_fetched_and_only_once(hub: Hub, cache: Path) -> No
     assert hub.fetched == []
 
 
+@pytest.mark.slow
+def test_adapters_are_fetched_once_and_found_offline(hub: Hub, cache: Path) -> None:
+    """What ``--lora`` names."""
+    find = "from inflight_server.checkpoints import find_adapter as f; print(f('{}'))"
+
+    def fetch_adapter(name: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return run_beside(hub, cache, ["-c", find.format(name)], **more)
+
+    result = fetch_adapter("some/adapter")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str(snapshot(cache, "some/adapter"))
+    assert sorted(hub.fetched) == ["adapter_config.json", "adapter_model.safetensors"]
+    hub.fetched.clear()
+    offline = fetch_adapter(f"some/adapter@{COMMIT}", HF_HUB_OFFLINE="1")
+    assert (offline.returncode, offline.stdout) == (0, result.stdout), offline.stderr
+    assert hub.fetched == []
+    missing = fetch_adapter("some/none", HF_HUB_OFFLINE="1")
+    assert "--lora some/none: it is not in the cache" in missing.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_a_download_that_broke_off_says_so_and_continues(hub: Hub, cache: Path) -> None:
     hub.cut[SHARDS[1]] = 3000
     result = fetch(hub, cache, "some/sharded")
@@ -127,6 +185,7 @@ def test_a_download_that_broke_off_says_so_and_continues(hub: Hub, cache: Path) 
     assert (snapshot(cache, "some/sharded") / SHARDS[1]).read_bytes() == b"w" * 5000
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -137,7 +196,12 @@ def test_a_download_that_broke_off_says_so_and_continues(hub: Hub, cache: Path) 
             "some/pickle",
             "its weights are in pytorch_model.bin; only safetensors are read, a ",
         ),
-        ("some/gguf", "demo-Q4.gguf: GGUF is not read; give the model's safetensors"),
+        ("some/gguf", "it has GGUF files: name one, such as some/gguf:demo-Q4.gguf; there are d"),
+        ("some/gguf-with-config", "name one, such as some/gguf-with-config:demo-Q4.gguf"),
+        (
+            "some/gguf:odd.gguf",
+            "it has no such file; its GGUF files are demo-Q4.gguf, demo-Q8.gguf",
+        ),
         ("some/nothing", "it has neither model.safetensors nor model.safetensors.index.json"),
         ("some/other", "'OddForCausalLM' is not supported"),
     ],
@@ -153,6 +217,26 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     assert "model.safetensors" not in hub.fetched  # refused before the weights are fetched
 
 
+def test_a_gguf_file_is_fetched_with_its_other_parts(
+    tmp_path: Path,
+) -> None:
+    parts = [f"Q4/m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    folder = tmp_path / "snapshots"
+
+    def download(_: str | None, patterns: Sequence[str]) -> Path:
+        for name in (*parts, "Q4/other.gguf", "README.md"):
+            if any(fnmatch(name, pattern) for pattern in patterns):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(b"g")
+        return folder
+
+    assert HubName("org/name", None, parts[1])._fetch_file(download) == folder / parts[0]
+    assert sorted(path.name for path in folder.rglob("*.gguf")) == [
+        Path(each).name for each in parts
+    ]
+
+
+@pytest.mark.slow
 def test_without_the_hub_and_without_a_cache(hub: Hub, cache: Path) -> None:
     gone = "http://127.0.0.1:9"  # nobody listens there
     for more, why in (({"HF_ENDPOINT": gone}, ""), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE")):
@@ -173,8 +257,11 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None)),
-        ("org/name@refs/pr/1", ("org/name", "refs/pr/1")),
+        ("Qwen/Qwen3-0.6B", ("Qwen/Qwen3-0.6B", None, None)),
+        ("org/name@refs/pr/1", ("org/name", "refs/pr/1", None)),
+        ("org/name:Q4.gguf", ("org/name", None, "Q4.gguf")),
+        ("org/name/Q4/m-00001-of-00002.gguf", ("org/name", None, "Q4/m-00001-of-00002.gguf")),
+        ("org/name@v1:Q4.gguf", ("org/name", "v1", "Q4.gguf")),
         ("./org/name", None),
         ("/org/name", None),
         ("../name", None),
@@ -183,7 +270,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ("org/name@", None),
     ],
 )
-def test_what_is_a_name(text: str, expected: tuple[str, str | None] | None) -> None:
+def test_what_is_a_name(text: str, expected: tuple[str, str | None, str | None] | None) -> None:
     assert HubName.parse(text) == expected
 
 

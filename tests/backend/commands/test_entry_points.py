@@ -18,7 +18,7 @@ COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[
 
 
 def test_a_module_with_an_app_is_a_command() -> None:
-    own = {"serve", "models", "replay", "timeline", "plan", "whatif", "model-repository"}
+    own = {"serve", "models", "replay", "timeline", "plan", "whatif", "worker", "model-repository"}
     assert set(COMMANDS) == own
 
 

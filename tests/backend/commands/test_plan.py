@@ -26,9 +26,12 @@ def test_the_command_prints_a_table_and_json() -> None:
 
 
 def test_the_lines_of_the_table_and_the_reserve_add_up_to_the_memory() -> None:
-    text = run(plan, DEMO_MODEL, "--gpu-memory", "1GiB", "--reserve", "900MiB").stdout
+    options = ["--gpu-memory", "1GiB", "--reserve", "900MiB", "--lora-rank", 16]
+    text = run(plan, DEMO_MODEL, *options).stdout
     sizes = {line[:16].strip(): line[16:].partition("(")[0] for line in text.splitlines()}
-    parts = ("weights", "rope table", "kept for slots", "largest step", "left on the GPU")
+    parts = ["weights", "adapters", "rope table", "kept for slots", "largest step"]
+    parts.append("left on the GPU")
+    assert " adapters of rank 16)" in text
     assert sum(parse_size(sizes[name]) for name in parts) == pytest.approx(124 * 2**20, abs=2**15)
 
 
@@ -52,7 +55,7 @@ def test_the_command_says_which_of_these_requests_no_server_takes() -> None:
         (["--gpu-memory", "80 kb"], "--gpu-memory 80 kb is 80000 bytes: write 80GiB"),
         (["--reserve", "9" * 400], "is above 1 EiB"),
         (["--gpu-memory", "8g", "--reserve", "2"], "--reserve 2 is 2 bytes: write 2GiB"),
-        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype fp8 needs a GPU: give --gpu-memory, or"),
+        (["--kv-cache-dtype", "int8"], "kv_cache_dtype int8 needs a scale for the keys and one"),
         (["--gpu-memory", "8g", "--quantization", "fp8"], "fp8 needs dtype bfloat16, not float32"),
     ],
 )

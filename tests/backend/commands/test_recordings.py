@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,13 +43,45 @@ def test_a_replay_is_identical_or_shows_the_difference(recording: Path, tmp_path
     assert done.exit_code == 0
     assert done.stdout.startswith("identical, ")
     assert done.stdout.endswith(" iterations (8 requests, 0 pauses)\n")
+    counts = {"num_requests": 8, "num_pauses": 0, "divergence": None}
+    assert counts.items() <= json.loads(run(replay, recording, "--json").stdout).items()
     path = tmp_path / "r.jsonl"
     path.write_text(recording.read_text().replace('"max_batch_size":5', '"max_batch_size":2'))
     done = run(replay, path)
     assert done.exit_code == 1
     assert "differs in" in done.stdout
     assert "recorded: [" in done.stdout
+    found = json.loads(run(replay, path, "--json").stdout)["divergence"]
+    assert done.stdout.startswith(f"iteration {found['number']} differs in {found['what']}\n")
     assert "recordings do not hold" not in done.stdout, "ours decides by nothing else"
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "end"),
+    [
+        (["replay"], "replaying", r"([\d.]+)/\1 kB"),
+        (["whatif", "--kv-blocks=9"], "predicting", "100%"),
+    ],
+)
+def test_a_terminal_sees_how_far_it_is(
+    recording: Path, options: list[str], what: str, end: str
+) -> None:
+    primary, secondary = pty.openpty()
+    command = [str(Path(sys.executable).parent / "inflight"), *options, str(recording)]
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=secondary,
+        check=False,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(secondary)
+    shown = os.read(primary, 65536).decode()
+    os.close(primary)
+    assert done.returncode == 0
+    assert what in shown
+    assert re.search(end, shown)
+    assert what not in done.stdout.decode()
 
 
 def test_the_scheduler_of_the_user_decides_again(

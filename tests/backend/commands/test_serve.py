@@ -19,6 +19,9 @@ from inflight_server.serve.settings import DEMO_MODEL, ServeSettings
     [
         (["--model", "nowhere"], "nowhere does not exist"),
         (["--host", ""], "--host is empty"),
+        (["--draft-set", "max_batch_size=2"], "--draft-set needs --draft-model"),
+        (["--draft-model", "nowhere"], "nowhere does not exist"),
+        (["--draft-model", str(DEMO_MODEL), "--draft-set", "surprise=2"], "setting 'surprise'"),
         (["--set", "nonsense"], "--set needs key=value, got 'nonsense'"),
         (["--http-port", "31999", "--grpc-port", "31999"], "and --grpc-port are both 31999"),
     ],

@@ -68,6 +68,36 @@ def test_json_has_the_tokens_that_were_recorded(recording: Path) -> None:
     assert predicted[1]["ttft_p99"] < predicted[0]["ttft_p99"]
 
 
+def test_several_servers_behind_each_router(recording: Path) -> None:
+    options = [
+        "--replicas",
+        2,
+        "--replicas",
+        20,
+        "--router",
+        "least_load",
+        "--router",
+        "cache_aware",
+    ]
+    rows = json.loads(run(whatif, recording, *options, "--json").stdout)["rows"]
+    assert [row["setting"] for row in rows] == [
+        "measured",
+        "as recorded",
+        "replicas=2 least_load",
+        "replicas=2 cache_aware",
+        "replicas=20 least_load",
+        "replicas=20 cache_aware",
+    ]
+    assert {row["num_tokens"] for row in rows} == {sum(range(21, 41))}
+    assert [row["num_replicas"] for row in rows] == [1, 1, 2, 2, 20, 20]
+    assert rows[4]["ttft_p99"] < rows[2]["ttft_p99"] < rows[1]["ttft_p99"]
+    done = run(whatif, recording, "--replicas", 4, "--kv-blocks", 40)
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[2:4]] == [
+        "as recorded",
+        "num_blocks=40 replicas=4 round_robin",
+    ]
+
+
 def test_a_scheduler_of_the_user_beside_the_recorded_one(recording: Path) -> None:
     """A row for it, and one under each of the other settings."""
     own = "support.user_schedulers:OneAtATime"
@@ -191,6 +221,16 @@ def test_the_requests_of_a_trace_are_run_instead(recording: Path, tmp_path: Path
         (["--trace", "{}", "--rate", "2", "--output", "9"], "--output is about random requests"),
         (["--output", "9"], "--output is about random requests: give their --rate"),
         (["--trace", "{}", "--seed", "0"], "--seed is about random arrivals: give"),
+        (["--router", "least_load"], "--router is about several servers: give --replicas"),
+        (
+            ["--replicas", "2", "--router", "best"],
+            "--router best: choose one of round_robin, least_load, cache_aware",
+        ),
+        (
+            ["--replicas", "2", "--router", "cache_aware", "--rate", "9"],
+            "--router cache_aware: nothing is known of what these requests have in common",
+        ),
+        (["--replicas", "2", "--save", "x"], "--save is about single servers"),
         (["--num-requests", "9"], "--num-requests is about others than the recorded requests"),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_step_has_room_for_the_longest_context_that_is_computed_whole(model: M
     assert resolve(EngineConfig(device="cpu"), long).max_num_tokens == 8192
 
 
-@pytest.mark.parametrize(("cache", "has_bias"), [("fp8", True), ("fp8", False), ("auto", True)])
+@pytest.mark.parametrize(("cache", "has_bias"), [("fp8", True), ("fp8", False), ("model", True)])
 def test_an_fp8_cache_of_keys_with_biases_is_warned_of(
     model: ModelConfig, cache: str, has_bias: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,13 +83,14 @@ def test_an_fp8_cache_of_keys_with_biases_is_warned_of(
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"attention_backend": "magic"}, "attention_backend must be one of auto, torch"),
-        ({"quantization": "int4"}, "quantization must be one of none, fp8"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be one of auto, fp8"),
+        ({"quantization": "int3"}, "quantization must be one of none, fp8, int8, int4"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be one of auto, model, fp8"),
         ({"max_batch_size": 0}, "max_batch_size must be between 1"),
         ({"cuda_graph_mixed_tokens": -1}, "cuda_graph_mixed_tokens must be between 0 and 8192"),
         ({"tokens_per_block": -1}, "tokens_per_block must be between 1"),
         ({"max_num_tokens": 0}, "max_num_tokens must be between 1"),
         ({"max_tokens_in_paged_kv_cache": 0}, "max_tokens_in_paged_kv_cache must be between 1"),
+        ({"max_attention_window": (4, 0)}, "max_attention_window_size must be between 1"),
         ({"kv_cache_free_gpu_mem_fraction": 1.0}, "kv_cache_free_gpu_mem_fraction must be"),
         ({"kv_cache_free_gpu_mem_fraction": float("nan")}, "kv_cache_free_gpu_mem_fraction"),
     ],
@@ -114,12 +115,12 @@ FP8_CACHE = {"device": "cuda", "kv_cache_dtype": "fp8"}
         ),
         (
             {"attention_backend": "triton"},
-            {"head_dim": 272},
-            "up to 256; the checkpoint's is 272",
+            {"head_dim": 592},
+            "up to 576; the checkpoint's is 592",
         ),
         ({"deterministic_mode": True}, {}, "deterministic_mode needs attention_backend triton"),
-        ({"kv_cache_dtype": "fp8"}, {}, r"kv_cache_dtype fp8 needs .* triton"),
-        (FP8_CACHE, {"head_dim": 20}, r"kv_cache_dtype fp8 needs a head_dim .* is 20; use auto"),
+        (FP8_CACHE, {"head_dim": 20}, r"kv_cache_dtype fp8 needs a head_dim .* is 20; use model"),
+        (FP8_CACHE, {"head_dim": 512}, r"kv_cache_dtype fp8 needs .* up to 256; .* 512; use model"),
         ({**FP8, "dtype": "float16"}, {}, "needs dtype bfloat16, not float16"),
         (FP8, {"intermediate_size": 56}, "intermediate_size that is a multiple of 16"),
         (
@@ -174,5 +175,32 @@ def test_the_device_is_that_of_the_machine(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ConfigurationError, match=r"^quantization fp8 .* 8\.9 .* 8\.0; use none"):
         resolve(EngineConfig(**FP8), model)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"^kv_cache_dtype fp8 .* 8\.9 .* 8\.0; use auto"):
+    with pytest.raises(ConfigurationError, match=r"^kv_cache_dtype fp8 .* 8\.9 .* 8\.0; use model"):
         resolve(EngineConfig(**FP8_CACHE), model)  # type: ignore[arg-type]
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "compiled"),
+        ({"dtype": "bfloat16"}, "compiled"),
+        ({"dtype": "float16"}, "torch"),
+        ({"quantization": "fp8"}, "torch"),
+        ({"attention_backend": "torch"}, "torch"),
+        ({"attention_backend": "compiled"}, "compiled"),
+    ],
+    ids=str,
+)
+def test_the_backend_of_a_cpu(model: ModelConfig, settings: dict[str, Any], expected: str) -> None:
+    config = EngineConfig(**{"device": "cpu", **settings})
+    assert resolve(config, model).attention_backend == expected
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"quantization": "fp8"}], ids=str)
+def test_compiled_ops_are_refused_where_they_do_not_run(
+    model: ModelConfig, settings: dict[str, Any]
+) -> None:
+    config = EngineConfig(device="cpu", attention_backend="compiled", **settings)
+    with pytest.raises(ConfigurationError, match=r"attention_backend compiled needs .* use torch"):
+        resolve(config, model)

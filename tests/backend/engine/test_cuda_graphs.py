@@ -18,6 +18,7 @@ import torch
 from backend.engine.test_memory_plan import FREE_BYTES, STEP_BYTES, CountedMemory, make_engine
 from support.checkpoints import VOCAB_SIZE, oracle_tokens
 from support.engine_driver import EngineDriver, Job
+from support.families import write_family
 from support.graph_replay import Rerun
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -260,6 +261,7 @@ RECORDED = replace(
 )
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("num_good", "num_graphs", "num_mixed"), [(9, 2, 1), (4, 2, 0), (0, 0, 0)])
 def test_what_recordings_keep_is_not_the_pools(
     checkpoint: Folder,
@@ -301,23 +303,28 @@ KINDS = (
 )
 
 
-def requests() -> Iterator[LlmRequest]:
-    """Ragged texts, some of which begin alike, drawn in all kinds of ways."""
+def requests(num_rounds: int = 1) -> Iterator[LlmRequest]:
+    """Ragged texts, some of which begin alike, drawn in all kinds of ways, round after round."""
     generator = torch.Generator().manual_seed(8)
 
     def text(length: int) -> list[int]:
         return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
 
     shared = text(11)
-    prompts = [text(1), shared + text(2), text(17), shared + text(6), text(4)]
+    prompts = [text(1), shared + text(2), text(17), shared + text(6), text(4)] * num_rounds
     for number, prompt in enumerate(prompts):
         yield LlmRequest(number + 1, prompt, 2 + number % 3, sampling=KINDS[number % len(KINDS)])
 
 
-def serve(engine: Engine) -> tuple[list[list[int]], set[tuple[bool, bool]]]:
+def serve(engine: Engine, num_rounds: int = 1) -> tuple[list[list[int]], set[tuple[bool, bool]]]:
     """Answers to all of them, two arriving at a time, with chunked prompts and block reuse; and
     which kinds of steps there were: with chunks, with generations."""
-    blocks = BlockManager(engine.num_blocks, engine.tokens_per_block, enable_reuse=True)
+    blocks = BlockManager(
+        engine.num_blocks,
+        engine.tokens_per_block,
+        enable_reuse=True,
+        num_snapshots=engine.num_snapshots,
+    )
     planner = BatchPlanner(blocks, engine.config.max_batch_size)
     scheduler = make_scheduler(
         CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
@@ -326,7 +333,7 @@ def serve(engine: Engine) -> tuple[list[list[int]], set[tuple[bool, bool]]]:
         max_num_tokens=MOST,
         chunking=ContextChunking(ContextChunkingPolicy.FIRST_COME_FIRST_SERVED, 4),
     )
-    everything, active, kinds, num_chunks = list(requests()), list[LlmRequest](), set(), 0
+    everything, active, kinds, num_chunks = list(requests(num_rounds)), list[LlmRequest](), set(), 0
     waiting = list(everything)
     while waiting or active:
         active += waiting[:2]
@@ -362,6 +369,19 @@ def test_replayed_steps_draw_what_eager_ones_draw(
 
     monkeypatch.setattr(SlotTable, "host_lengths", refuse)
     assert serve(engine) == (expected, kinds)
+
+
+@pytest.mark.slow
+def test_recurrences_are_replayed_in_generations(tmp_path: Path) -> None:
+    """Steps with chunks run eagerly; prompts go on where snapshots are."""
+    write_family(tmp_path, "qwen3_5", vocab_size=VOCAB_SIZE)
+    eager = Engine.load(tmp_path, CONFIG)
+    engine, capture = load(tmp_path)
+    assert (engine.num_graphs, engine.num_mixed_graphs) == (NUM_STEPS_SIZES, 0)
+    expected, _ = serve(eager, num_rounds=2)
+    before = capture.num_replays
+    assert serve(engine, num_rounds=2)[0] == expected
+    assert capture.num_replays > before
 
 
 def num_replays(capture: Rerun, run: Callable[[], object]) -> int:

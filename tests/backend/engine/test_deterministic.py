@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.models import triton_attention
-from inflight_kernels.ops import invariant_linear
+from inflight_kernels.ops.linear import invariant_linear
 from inflight_scheduler import SamplingParams
 
 LENGTHS = (1, 9, 8)  # one token, a block of 8, and one more

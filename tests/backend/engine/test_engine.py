@@ -46,7 +46,7 @@ def expected(checkpoint: Folder) -> Callable[[str], list[list[int]]]:
     return answer
 
 
-@pytest.mark.fast(15)
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("chunk_size", [0, 3, 16])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_equals_transformers(
@@ -245,7 +245,7 @@ def test_steps_may_be_submitted_before_the_last_is_read(small_engine: SmallEngin
     driver.step(dict.fromkeys(jobs, 0))
     slots = tuple(job.slot for job in jobs if job.slot is not None)
     blocks = tuple(
-        BlockAssignment(job.slot, len(job.blocks) + index, driver.free_blocks.pop())
+        BlockAssignment(job.slot, len(job.blocks[0]) + index, driver.free_blocks.pop())
         for job in jobs
         for index in range(3)
         if job.slot is not None

@@ -48,16 +48,11 @@ def check_sizes(folder: Path, config: EngineConfig) -> MemoryPlan:
     """Parameters, tables and pool of the plan against those of an engine, byte by byte."""
     made, engine = make_plan(folder, config), Engine.load(folder, config)
     model = engine.model_config
-    layers = [
-        engine._pool.layer(index)
-        for index, layer in enumerate(model.layers)
-        if layer.attention.delta is None
-    ]
     states = [each for index in model.deltas for each in engine._states.layer(index)]
     assert sum(each.nbytes for each in states) == memory_plan.state_bytes(engine.config, model)
     assert engine.num_blocks == made.num_blocks
-    tensors_of_pool = {each.data_ptr(): each.nbytes for pair in layers for each in pair}
-    assert sum(tensors_of_pool.values()) == made.pool_bytes
+    assert engine.num_snapshots == made.num_snapshots
+    assert sum(each.nbytes for each in engine._pool._tensors) == made.pool_bytes
     assert sum(each.nbytes for each in engine._tables.values()) == made.table_bytes
     tensors: list[torch.Tensor] = []
     for parameter in load_parameters(folder, engine.config).values():
@@ -68,12 +63,11 @@ def check_sizes(folder: Path, config: EngineConfig) -> MemoryPlan:
 
 def load_parameters(folder: Path, config: EngineConfig) -> dict[str, Parameter]:
     """What an engine of the resolved ``config`` takes over."""
-    specs, is_fp8 = (
-        decoder_parameters(read_model(folder)),
-        config.quantization == "fp8",
-    )
+    specs = decoder_parameters(read_model(folder))
     with Checkpoint(folder) as opened:
-        return opened.load(specs, config.torch_dtype, config.device, is_fp8=is_fp8)
+        return opened.load(
+            specs, config.torch_dtype, config.device, quantization=config.quantization
+        )
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
@@ -81,8 +75,9 @@ def load_parameters(folder: Path, config: EngineConfig) -> dict[str, Parameter]:
 def test_the_plan_is_what_the_engine_takes(checkpoint: Folder, variant: str) -> None:
     folder = checkpoint(variant, num_shards=3)
     made = check_sizes(folder, replace(CONFIG, dtype="float16", max_seq_len=128))
-    assert made.num_blocks == 125
+    assert made.num_blocks == 125 * len(made.windows)
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert made.file_bytes is not None
     assert made.file_bytes < files < made.file_bytes + 100_000  # the headers
 
 
@@ -298,11 +293,19 @@ def small_plan() -> MemoryPlan:
     return make_plan(DEMO_MODEL, config)
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 64, 64), (50,)])
 @pytest.mark.parametrize(("prompt_len", "max_new"), [(1, 1), (40, 30), (90, 200), (31, 33)])
-def test_the_guaranteed_number_is_the_schedulers(prompt_len: int, max_new: int) -> None:
+def test_the_guaranteed_number_is_the_schedulers(
+    prompt_len: int, max_new: int, windows: tuple[int | None, ...]
+) -> None:
     """That many start at once, and one more would not."""
-    made = small_plan()
-    blocks = BlockManager(made.num_blocks, made.tokens_per_block)
+    made = replace(small_plan(), windows=windows)
+    blocks = BlockManager(
+        made.num_blocks,
+        made.tokens_per_block,
+        windows=windows,
+        max_chunk_tokens=made.max_num_tokens,
+    )
     scheduler = make_scheduler(
         CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, blocks, max_batch_size=made.max_batch_size
     )
@@ -316,10 +319,24 @@ def test_the_guaranteed_number_is_the_schedulers(prompt_len: int, max_new: int) 
 
 @pytest.mark.parametrize("shape", [(1, 1), (40, 30), (31, 33), (64, 64), (63, 2), (7, 200)])
 def test_staggered_requests_hold_the_mean_of_their_blocks(shape: tuple[int, int]) -> None:
+    """Of a window of 50 up to three blocks of 32, of one of 2 up to two."""
     prompt_len, max_new = shape
     held = [-(-(prompt_len + k) // 32) for k in range(max_new)]
     made = replace(small_plan(), num_blocks=1000, max_batch_size=10**6)
     assert concurrency(made, *shape).staggered == int(1000 / (sum(held) / max_new))
+    made = replace(made, windows=(None, 50, 2))
+    held = [each + min(each, 3) + min(each, 2) for each in held]
+    assert concurrency(made, *shape).staggered == int(1000 / (sum(held) / max_new))
+
+
+def test_a_long_context_leaves_room_for_fewer_answers() -> None:
+    """One request of 320 tokens and 32 new ones holds 11 + 3 blocks, and in its context, of
+    chunks of 64, up to 5 in the group with a window, beside the 11 that are reserved."""
+    made = replace(small_plan(), windows=(None, 50), max_num_tokens=64)
+    assert concurrency(made, 320, 32).blocks_at_completion == 11 + 3
+    assert concurrency(replace(made, num_blocks=16), 320, 32).guaranteed == 1
+    assert concurrency(replace(made, num_blocks=15), 320, 32).guaranteed == 0
+    assert concurrency(replace(made, num_blocks=30), 320, 32).guaranteed == 2
 
 
 @pytest.mark.parametrize("shape", [(3200, 100), (4 * 10**11, 10**11)])
@@ -343,3 +360,28 @@ def test_no_torch_is_needed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "2048\n"), done.stderr
+
+
+def test_pages_of_adapters(tmp_path: Path) -> None:
+    """Those of a plan take what the table of an engine takes; places of tensors are rounded up."""
+    write_family(tmp_path, "qwen2_moe")
+    config = EngineConfig(
+        device="cpu",
+        attention_backend="triton",
+        max_tokens_in_paged_kv_cache=64,
+        enable_lora=True,
+        lora_experts=True,
+        lora_cache_pages=9,
+    )
+    engine = Engine.load(tmp_path, config)
+    assert engine._adapters is not None
+    table: Any = engine._adapters.table
+    num_bytes = memory_plan.page_bytes(engine.config, engine.model_config) * 9
+    assert num_bytes <= table._memory.nbytes + table._scales.nbytes < 1.02 * num_bytes
+    made = make_plan(tmp_path, replace(config, attention_backend="auto"), gpu_memory=GIB)
+    assert made.adapter_bytes == num_bytes
+    without = make_plan(
+        tmp_path, replace(config, attention_backend="auto", enable_lora=False), gpu_memory=GIB
+    )
+    assert made.free_bytes is not None
+    assert without.free_bytes == made.free_bytes + num_bytes

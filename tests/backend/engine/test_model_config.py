@@ -235,8 +235,11 @@ def test_a_family_of_ones_own_reads_its_options() -> None:
         ({"head_dim": 7}, "head_dim must be even"),
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quant_method is missing"),
-        ({"quantization": {"bits": 4}}, "quantization is not supported"),
-        ({"compression_config": {"format": "dense"}}, "compression_config is not supported"),
+        ({"quantization": {"bits": 4}}, "quantization (of MLX) is not supported"),
+        (
+            {"compression_config": {"format": "dense"}},
+            "compression_config: quant_method is missing",
+        ),
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),
         ({"is_causal": False}, "is_causal false is not supported"),
         ({"per_layer_config": {"1": {"sliding_window": 5}}}, "per_layer_config is not supported"),

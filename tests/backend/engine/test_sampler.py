@@ -304,6 +304,7 @@ def test_masks_restrict_their_rows_only(engine: Engine, sampling: SamplingParams
     assert driver.step({}, jobs)  # a mask is for one step only
 
 
+@pytest.mark.slow
 def test_replayed_steps_are_masked_too(checkpoint: Callable[..., Path]) -> None:
     config = EngineConfig(
         device="cpu",

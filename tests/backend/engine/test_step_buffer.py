@@ -92,7 +92,7 @@ def check(batch: ScheduledBatch, found: StepInputs, expected: StepInputs) -> Non
     for values, own_values, padding in (
         (found.tokens, expected.tokens, 0),
         (attention.positions, own.positions, 0),
-        (attention.slot_mapping, own.slot_mapping, -1),
+        (attention.slot_mapping[0], own.slot_mapping[0], -1),
     ):
         assert values[:tokens].equal(own_values)
         assert (values[tokens:] == padding).all()
@@ -101,7 +101,7 @@ def check(batch: ScheduledBatch, found: StepInputs, expected: StepInputs) -> Non
     assert (starts[chunks:] == tokens).all()
     for values, own_values in (
         (attention.context_lengths, own.context_lengths),
-        (attention.block_tables, own.block_tables),
+        (attention.block_tables[0], own.block_tables[0]),
     ):
         assert values[:generations].equal(own_values[:generations])
         assert values[size : size + chunks].equal(own_values[generations:])

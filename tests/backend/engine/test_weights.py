@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import oracle_tokens
 from support.engine_driver import EngineDriver, Job
+from support.families import write_family
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -236,7 +237,7 @@ def test_an_adapter_beside_the_model(folder: Path, name: str) -> None:
     (folder / "adapter_config.json").write_text("{}")
     Engine.load(folder, CONFIG)
     (folder / name).write_bytes(b"")
-    assert refusal(folder).startswith(f"{name}: an adapter (LoRA) is not supported; merge it")
+    assert refusal(folder).startswith(f"{name}: an adapter (LoRA) beside its model is not")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def test_an_adapter_beside_the_model(folder: Path, name: str) -> None:
         (["pytorch_model.bin"], "pytorch_model.bin: only safetensors are read"),
         (["consolidated.00.pth"], "consolidated.00.pth: only safetensors are read"),
         (["model.pt"], "model.pt: only safetensors are read"),
-        (["model.gguf"], "model.gguf: GGUF is not read"),
+        (["model.gguf"], "model.gguf: is no GGUF file: it does not begin with"),
         (["consolidated.safetensors"], "{folder}: no model.safetensors and no model.safetensors."),
         # What a training leaves is no reason to convert it.
         (["optimizer.pt", "training_args.bin", "rng_state_0.pth", "scheduler.pt"], "{folder}: no"),
@@ -273,7 +274,7 @@ def wide(checkpoint: Folder) -> Path:
 def load(folder: Path, *, is_fp8: bool) -> dict[str, Parameter]:
     specs = decoder_parameters(read_model(folder))
     with Checkpoint(folder) as opened:
-        return opened.load(specs, torch.bfloat16, "cpu", is_fp8=is_fp8)
+        return opened.load(specs, torch.bfloat16, "cpu", quantization="fp8" if is_fp8 else "none")
 
 
 def num_bytes(parameters: dict[str, Parameter]) -> int:
@@ -336,3 +337,15 @@ def test_the_peak_is_the_end_state_and_a_part_of_one_tensor(wide: Path) -> None:
         file.stat().st_size,
     )
     assert quantised_later > end_state + 2 * largest, "the measure sees the other way"
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4", "dbrx", "granitemoe", "gpt2"])
+def test_what_is_turned_on_its_way_is_a_part_of_one_tensor(tmp_path: Path, name: str) -> None:
+    """Stacked experts come one by one; other weights that are stored turned are at most copied."""
+    write_family(tmp_path, name)
+    end_state = num_bytes(load(tmp_path, is_fp8=False))
+    [file] = tmp_path.glob("*.safetensors")
+    largest = max(tensor.nbytes for tensor in load_file(file).values())
+    peak = peak_bytes(lambda: load(tmp_path, is_fp8=False), file.stat().st_size)
+    assert end_state <= peak < end_state + 1.1 * largest

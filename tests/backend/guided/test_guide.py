@@ -38,7 +38,7 @@ def test_every_kind_is_read() -> None:
     ("guide_type", "guide", "message"),
     [
         (None, "{}", "'guided_decoding_guide' is given without 'guided_decoding_guide_type'"),
-        ("structural_tag", "{}", "'guided_decoding_guide_type' is 'structural_tag'"),
+        ("lark", "{}", "'guided_decoding_guide_type' is 'lark'"),
         ("", "{}", "'guided_decoding_guide_type' is ''"),
         ("json", "{}", "json, which takes none"),
         ("regex", None, "'guided_decoding_guide' is missing or empty: regex needs it"),
@@ -53,6 +53,8 @@ def test_every_kind_is_read() -> None:
         ("json_schema", "[]", "must be a JSON object"),
         ("json_schema", '{"items": {"type": "null", "type": ""}}', "has the key 'type' twice"),
         ("json_schema", '{"const": 1' + "0" * 5000 + "}", "is not valid JSON"),
+        ("structural_tag", '{"format": {"x-guidance": {}}}', "has the key 'x-guidance'"),
+        ("structural_tag", "[]", "must be a JSON object"),
         ("regex", b"\xff", "'guided_decoding_guide' is not valid UTF-8"),
         ("regex", "a\0b", "'guided_decoding_guide' holds a zero byte"),
         ("ebnf_grammar", 'root ::= "a" (= "b")', "has '(=': look-ahead, macros and counts"),

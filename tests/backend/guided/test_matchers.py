@@ -16,6 +16,7 @@ from support.guided_answers import (
     JSON,
     REGEX,
     SCHEMA,
+    TAG,
     Answer,
     accepts,
     compile_guide,
@@ -146,6 +147,7 @@ KEYWORDS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.fast(20)
 @pytest.mark.case(52)
 @pytest.mark.parametrize(("schema", "bad"), KEYWORDS, ids=[str(schema) for schema, _ in KEYWORDS])
 def test_every_keyword_is_followed_or_refused(schema: dict[str, Any], bad: str) -> None:
@@ -159,6 +161,45 @@ def test_every_keyword_is_followed_or_refused(schema: dict[str, Any], bad: str) 
     if refusal:
         assert "Unimplemented keys: " in refusal
         assert any(f'"{keyword}"' in refusal for keyword in schema)
+
+
+OLDER = {
+    "structures": [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}],
+    "triggers": ["<f"],
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "good", "bad"),
+    [
+        (OLDER, "so <f=a>12</f> and", "so <f=a>x</f>"),
+        (OLDER, "", "<f=b>1</f>"),
+        (
+            {"format": {"type": "regex", "pattern": r"a/b\/c[/]\\"}},
+            "a/b/c/\\",
+            "a/b",
+        ),
+        (
+            {
+                "format": {
+                    "type": "sequence",
+                    "elements": [
+                        {"type": "any_text"},
+                        {"type": "const_string", "value": ". "},
+                        {"type": "tag", "begin": "<", "content": {"type": "any_text"}, "end": ">"},
+                    ],
+                }
+            },
+            "a.b. <c>",
+            "a.b. <c> ",
+        ),
+    ],
+)
+def test_structural_tags(content: dict[str, Any], good: str, bad: str) -> None:
+    """Those of tools are in tests/openai/test_tools.py."""
+    guide = Guide(TAG, json.dumps(content))
+    assert accepts(guide, good)
+    assert not accepts(guide, bad)
 
 
 @pytest.mark.fast(8)
@@ -182,6 +223,20 @@ def test_every_keyword_is_followed_or_refused(schema: dict[str, Any], bad: str) 
         (SCHEMA, '{"enum": []}', "Unsatisfiable schema"),
         (SCHEMA, '{"$ref": "#"}', "'guided_decoding_guide'"),
         (SCHEMA, '{"oneOf": [{"minimum": 1}, {"maximum": 9}]}', "two may fit one value; write"),
+        (TAG, "{}", "is no structural_tag: format: expected an object with a type"),
+        (TAG, '{"format": {"type": "grammar"}}', "format.type: expected one of const_string, "),
+        (TAG, '{"format": {"type": "or", "elements": []}}', "format.elements: expected a list"),
+        (TAG, '{"format": {"type": "regex", "pattern": 5}}', "format.pattern: expected a string"),
+        (
+            TAG,
+            '{"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}',
+            "format.tags: each tag begins with one of the triggers",
+        ),
+        (
+            TAG,
+            '{"format": {"type": "json_schema", "json_schema": {"not": {}}}}',
+            'Unimplemented keys: ["not"]',
+        ),
     ],
 )
 @pytest.mark.case(46, 51, 52, 53)

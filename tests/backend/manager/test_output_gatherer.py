@@ -77,6 +77,7 @@ def test_logits_are_those_of_transformers(
                 repetition_penalty=1.5,
                 seed=i,
                 return_context_logits=i % 2 == 0,
+                return_context_log_probs=i > 2,
                 exclude_input_in_output=True,
                 **({**wants, "num_top_log_probs": i} if i < 4 else {}),
             )
@@ -102,6 +103,17 @@ def test_logits_are_those_of_transformers(
             np.testing.assert_allclose(first["context_logits"][0], context, atol=2e-4)
         assert ("context_logits" in first) == (i % 2 == 0)
         assert not any("context_logits" in other for other in others), "they are long"
+        assert ("context_log_probs" in first) == (i > 2)
+        assert not any("context_log_probs" in other for other in others)
+        if i > 2:
+            log_probs = torch.tensor(context).log_softmax(dim=-1)[:-1]
+            told = log_probs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+            np.testing.assert_allclose(first["context_log_probs"][0], told, atol=2e-4)
+        assert ("top_context_log_probs" in first) == (i == 3)
+        if i == 3:
+            top = log_probs.topk(3)
+            np.testing.assert_allclose(first["top_context_log_probs"][0], top.values, atol=2e-4)
+            assert first["top_context_log_prob_ids"][0].tolist() == top.indices.tolist()
         if i == 4:
             assert not {"output_log_probs", "cum_log_probs", "generation_logits"} & last.keys()
             assert not {"top_log_probs", "top_log_prob_ids"} & last.keys()

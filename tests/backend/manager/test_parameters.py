@@ -110,6 +110,12 @@ def test_bad_values_name_key_and_bound(key: str, text: str, message: str) -> Non
         ),
         ("context_chunk_unit", "context_chunk_unit", {"": None, "64": 64}),
         ("priority_span", "priority_span", {"20": 20.0}),
+        (
+            "max_attention_window_size",
+            "kv_cache_config.max_attention_window",
+            {"": (), "6": (6,), "6, 4096": (6, 4096)},
+        ),
+        ("max_state_snapshots", "kv_cache_config.max_state_snapshots", {"": None, "0": 0}),
         ("max_queue_seconds", "max_queue_seconds", {"": None, "2.5": 2.5}),
         ("max_run_seconds", "max_run_seconds", {"": None, "60": 60.0}),
     ],
@@ -121,6 +127,12 @@ def test_settings_reach_the_batch_manager(
         parameters = parse_parameters({**MINIMAL, setting: text})
         params = TrtGptModelOptionalParams.from_parameters(parameters)
         assert attrgetter(field)(params) == value
+
+
+def test_windows_that_are_no_numbers_are_refused() -> None:
+    parameters = parse_parameters({**MINIMAL, "max_attention_window_size": "6;7"})
+    with pytest.raises(ConfigurationError, match="must be whole numbers separated by commas"):
+        TrtGptModelOptionalParams.from_parameters(parameters)
 
 
 def test_defaults_are_those_of_the_optional_params() -> None:

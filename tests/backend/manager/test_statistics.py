@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 from datetime import datetime
@@ -22,9 +23,10 @@ from support.triton_stub import CountingEngine
 
 from inflight_backend.manager.batcher import Batcher
 from inflight_backend.manager.parameters import OverlapScheduler, TrtGptModelOptionalParams
+from inflight_backend.manager.statistics import RequestTimes
 from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
 from inflight_protocol import METRICS
-from inflight_scheduler import ScheduledBatch, TrtGptModelType
+from inflight_scheduler import FinishReason, LlmRequest, ScheduledBatch, TrtGptModelType
 
 V1 = TrtGptModelType.V1
 
@@ -152,3 +154,28 @@ def test_v1_batch_size_is_kept_in_turns_that_only_read_tokens() -> None:
     seen = [stats["Empty Generation Slots"] for stats in recorder.stats]
     assert min(seen) == 0
     assert max(seen) == 1
+
+
+def test_times_of_requests_become_histograms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cumulative, as Prometheus has them; what was taken is not taken again."""
+    now = 10.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    times, one = RequestTimes(), LlmRequest(7, [5, 6, 7], 2)
+    times.arrived(7, 9_000_000_000)
+    for seconds, num_paused in ((0.0, 0), (0.03, 1)):
+        now += seconds
+        one.add_new_token(5)
+        times.stepped(ScheduledBatch(1), [one], num_paused)
+    one.finish(FinishReason.LENGTH)
+    times.ended(one, "")
+    found = times.take()
+    first = found["vllm:time_to_first_token_seconds_bucket"]
+    assert {float(bound) for bound in first} == {1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, math.inf}
+    assert set(first.values()) == {1}
+    assert min(map(float, found["vllm:inter_token_latency_seconds_bucket"])) == 0.04
+    assert found["vllm:inter_token_latency_seconds_sum"][""] == pytest.approx(0.03)
+    assert found["vllm:request_success_total"] == {"length": 1}
+    assert found["vllm:generation_tokens_total"] == {"": 2}
+    assert found["vllm:num_preemptions_total"] == {"": 1}
+    assert found["vllm:request_prompt_tokens_count"] == {"": 1}
+    assert times.take() == {}

@@ -18,12 +18,13 @@ from support.manager_harness import (
     request,
     running,
 )
+from support.scheduler_world import make_request
 from support.triton_stub import CountingEngine
 
 from inflight_backend.calls import LoopCalls
 from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
-from inflight_backend.manager.wait_reasons import describe_wait
+from inflight_backend.manager.wait_reasons import describe_wait, state_of
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
@@ -107,6 +108,14 @@ def test_victim_is_paused_until_its_context_is_computed_again() -> None:
         assert answer["generated_tokens"] == 13
     [again] = [answer for answer in answers[2] if answer["state"] == "context"]
     assert (again["num_pauses"], again["generated_tokens"]) == (1, 13)
+
+
+def test_an_encoder_runs_before_the_context() -> None:
+    running = make_request(1, encoder_length=4)
+    assert state_of(running, is_running=False) == "waiting"
+    assert state_of(running, is_running=True) == "encoder"
+    running.finish_encoder()
+    assert state_of(running, is_running=True) == "context"
 
 
 def test_why_of_several_requests_is_about_the_first_active_one() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.families import write_family
+from support.families import FAMILY_VARIANTS, config_values, make_config, read_config, write_family
 
 from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.families.registry import read_family
@@ -66,6 +66,18 @@ SPELLINGS: dict[str, dict[str, Any]] = {
             "long_factor": [1.5 + 0.2 * i for i in range(8)],
         },
     },
+    "ministral3": {
+        "rope_parameters": None,
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "llama_4_scaling_beta": 0.3,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
     "falcon-7b": {"num_kv_heads": None, "n_head_kv": 1, "multi_query": True},
     "llama": {"dtype": None, "torch_dtype": "float32"},
 }
@@ -80,3 +92,38 @@ def test_old_and_new_files_are_one_model(tmp_path: Path, name: str) -> None:
     old = {key: value for key, value in old.items() if key != "transformers_version"}
     found = [read_family(JsonReader(values, "config.json")) for values in (old, new)]
     assert found[0] == found[1]
+
+
+NEEDED = {
+    "architectures", "model_type", "vocab_size", "hidden_size", "rms_norm_eps", "sliding_window",
+    "max_position_embeddings", "num_key_value_heads", "attention_bias", "num_experts_per_tok",
+}  # fmt: skip
+"""Keys that a file must have, or whose defaults say what tensors there are, so that a wrong one is
+refused."""
+
+
+@pytest.mark.fast(8)
+@pytest.mark.parametrize("name", [name for name in FAMILY_VARIANTS if "minimax_m2" not in name])
+def test_defaults_are_those_of_transformers(name: str) -> None:
+    """A file need not say what is the default of its family. MiniMax-M2's transformers do not know
+    the ``rotary_dim`` of its files."""
+    import transformers
+
+    model_type = FAMILY_VARIANTS[name][0]
+    default = config_values(transformers.AutoConfig.for_model(model_type))
+    values = config_values(make_config(name))
+    short = {
+        key: value
+        for key, value in values.items()
+        if key in NEEDED | of_other_kinds(values) or default.get(key, ...) != value
+    }
+    found = read_family(JsonReader(short, "config.json"))
+    assert found == read_config(name)
+
+
+def of_other_kinds(values: dict[str, Any]) -> set[str]:
+    """Sections of rotary embeddings that are not plain, and numbers of shared experts: no default
+    of theirs goes unseen."""
+    kinds = {"rope_parameters"} if '"rope_type": "default"' not in json.dumps(values) else set()
+    kinds |= {"rope_parameters"} if "proportional" in json.dumps(values) else set()
+    return kinds | {key for key in values if "shared_expert" in key}

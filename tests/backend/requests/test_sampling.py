@@ -110,6 +110,10 @@ def test_bounds_are_allowed_and_arrive(field: str) -> None:
             {"stop_words_list": [[1] * 129, [129] + [-1] * 128]},  # 34
             "'stop_words_list' holds a word of 129 tokens, more than 128",
         ),
+        (
+            {"bad_words_list": [[1] * 8193, [*range(16, 8193, 16), 8193] + [-1] * 7680]},
+            "'bad_words_list' holds 8193 tokens, more than 8192",
+        ),
     ],
 )
 @pytest.mark.case(33, 34, 37)

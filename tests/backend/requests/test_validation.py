@@ -114,7 +114,7 @@ def test_accepted_length_penalty_weighs_the_longest_answer(penalty: float) -> No
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lora_task_id": 7}, "'lora_task_id' is not supported by this server; leave it out or"),
+        ({"lora_task_id": 7}, "'lora_task_id' is not supported by this server, which runs without"),
         ({"draft_logits": np.zeros((1, 1, 9), np.float16)}, "'draft_logits' is not supported"),
         ({"draft_acceptance_threshold": 0.5}, "'draft_acceptance_threshold' is not supported"),
         ({"logits_post_processor_name": "x"}, "'logits_post_processor_name' is not supported"),
@@ -122,6 +122,9 @@ def test_accepted_length_penalty_weighs_the_longest_answer(penalty: float) -> No
             {"guided_decoding_guide_type": "json", "end_id": 3},
             "'guided_decoding_guide_type' is not supported by this server",
         ),
+        ({"encoder_input_ids": [4]}, "'encoder_input_ids' is for models with an encoder, and this"),
+        ({"decoder_input_ids": [4, 5]}, "'decoder_input_ids' is for models with an encoder"),
+        ({"decoder_input_lengths": 2}, "'decoder_input_lengths' is for models with an encoder"),
     ],
 )
 @pytest.mark.case(41)
@@ -160,12 +163,18 @@ def test_every_tensor_not_honoured_passes_with_its_neutral_value_only() -> None:
         value: Any = spec.neutral
         if isinstance(value, str):
             value = np.empty((2, 0) if spec.name.endswith("words_list") else (0,))
-        more = {protocol.AT_MOST_ONE: [[7]], protocol.ONLY_ZEROS: [[0, 0, 0]]}.get(
-            str(spec.neutral)
-        )
+        more = {protocol.ONLY_ZEROS: [[0, 0, 0]]}.get(str(spec.neutral))
         for each in (value, value if more is None else more):
             request = InferenceRequest(1, make_inputs({"input_ids": [1], spec.name: each}))
             assert validate(request, LIMITS).tokens == [1], spec.name
+
+
+def test_what_the_peers_clients_send_to_any_model() -> None:
+    """Its preprocessing has one id for a decoder that was given no text."""
+    sent = request_of(
+        input_ids=[1], decoder_input_ids=[0], decoder_input_lengths=1, encoder_input_ids=[]
+    )
+    assert validate(sent, LIMITS).tokens == [1]
 
 
 @pytest.mark.contract("tensorrt_llm input", "pad_id")

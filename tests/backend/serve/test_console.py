@@ -60,11 +60,21 @@ LOADING = ModelStatus("loading", 1, {"loaded_bytes": 5, "total_bytes": 10})
             {"model": DEMO_MODEL},
             (
                 '  inflight generate "1 2 3 4" --max-tokens 40\n',
-                "curl -N http://127.0.0.1:8000/v2/models/ensemble/generate_stream",
+                "OpenAI     http://127.0.0.1:9000/v1\n",
+                """  curl http://127.0.0.1:9000/v1/chat/completions -d '{"model": "llama", """,
+                'openai.OpenAI(base_url="http://127.0.0.1:9000/v1", api_key="none").chat.',
             ),
         ),
         (
-            {"host": "::1"},
+            {"openai_port": 9009, "api_key": "x", "openai_options": {"--served-model-name": "m"}},
+            (
+                '9009/v1/chat/completions -H "Authorization: Bearer $INFLIGHT_API_KEY" -d ',
+                'api_key="KEY")',
+                '"model": "m"',
+            ),
+        ),
+        (
+            {"host": "::1", "openai_port": 0},
             ("--max-tokens 40 --url [::1]:8001\n", "curl -N http://[::1]:8000/v2/models"),
         ),
         (
@@ -81,6 +91,7 @@ def test_block_names_endpoints_model_and_what_to_type(
     tmp_path: Path, settings: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "chat_template.jinja").touch()
     block = ready_block(ServeSettings(**{"model": tmp_path, **settings}), READY)
     for part in parts:
         assert part in block

@@ -22,6 +22,7 @@ from inflight_backend.status import StatusWriter, stop_file_of
 from inflight_server.serve import launcher
 from inflight_server.serve import log_file as log
 from inflight_server.serve.launcher import Run
+from inflight_server.serve.openai_front import OpenAIFront
 from inflight_server.serve.process import ServerHealth, ServerProcess
 from inflight_server.serve.settings import ServeSettings
 from inflight_server.serve.supervisor import Attempt, StopSignals
@@ -68,12 +69,14 @@ class Started:
         with self._log.open("wb") as output:
             server = ServerProcess([sys.executable, "-c", SERVER], os.environ, output)
         wait_until(lambda: self.output.endswith("\n"))
-        settings = ServeSettings(http_port=int(self.output), drain_seconds=drain_seconds)
+        port = int(self.output)
+        settings = ServeSettings(http_port=port, openai_port=0, drain_seconds=drain_seconds)
         self.workspace = workspace
         self.model = StatusWriter(workspace.status_file)
         self.model.write("ready", **READY)
         self.signals = StopSignals()
-        self.run_of_it = Run(settings, workspace, scratch, server, self.signals, Attempt(1))
+        front, attempt = OpenAIFront(settings, workspace), Attempt(1)
+        self.run_of_it = Run(settings, workspace, scratch, server, front, self.signals, attempt)
 
     @property
     def output(self) -> str:

@@ -39,7 +39,7 @@ def checkpoint(tmp_path: Path) -> Path:
     [
         ("nowhere", "nowhere does not exist.* fetches ORG/NAME from the Hub.* hf download NAME"),
         ("../..", r"has no config\.json: give .*/snapshots/abc$"),
-        ("model.safetensors", "is a file; give the checkpoint folder it is in"),
+        ("model.safetensors", r"is a file and no \.gguf; give the checkpoint folder it is in"),
     ],
 )
 def test_a_name_on_the_hub_its_cache_or_a_file_instead_of_a_folder(
@@ -57,10 +57,10 @@ def test_a_name_on_the_hub_its_cache_or_a_file_instead_of_a_folder(
         ("config.json", b"{", r"config\.json: not valid JSON"),
         ("config.json", b"[]", r"config\.json: must hold a JSON"),
         ("config.json", b"\xff", r"config\.json: not valid JSON"),
-        ("config.json", "adapter_config.json", r"adapter \(LoRA\), which is not supported"),
+        ("config.json", "adapter_config.json", r"it is an adapter \(LoRA\); give its base model"),
         ("config.json", Path("../../blobs/abc"), r"^config\.json: no such file behind this link"),
         ("model.safetensors", "pytorch_model.bin", r"^pytorch_model\.bin: .*convert it"),
-        ("model.safetensors", "model-Q4.gguf", r"^model-Q4\.gguf: GGUF is not read"),
+        ("model.safetensors", "model-Q4.gguf", r"^model-Q4\.gguf: not a whole GGUF file, .*empty"),
         (
             "model.safetensors",
             ".cache/huggingface/download/x.incomplete",

@@ -114,6 +114,29 @@ def test_every_other_model_is_written_when_asked_for(tmp_path: Path) -> None:
         assert config(tmp_path / model).parameters[key].string_value == value
 
 
+def test_a_draft_model_is_written_beside_its_target(tmp_path: Path) -> None:
+    """With what it takes over from that, and what is its own."""
+    switches = ["--set", "max_batch_size=8", "--set", "tokenizer_dir=/tok"]
+    own = ["--draft-model", "/nowhere/small", "--draft-set", "max_seq_len=99"]
+    run(tmp_path, "--model", "/nowhere/large", *switches, *own)
+    found = config(tmp_path / "tensorrt_llm_draft")
+    assert found.name == "tensorrt_llm_draft"
+    relay, target = config(tmp_path / "tensorrt_llm_bls"), config(tmp_path / "tensorrt_llm")
+    assert list(found.input) == list(target.input)
+    for each, key, value in (
+        (found, "gpt_model_path", "/nowhere/small"),
+        (found, "max_batch_size", "8"),
+        (found, "max_seq_len", "99"),
+        (found, "tokenizer_dir", "${tokenizer_dir}"),
+        (found, "kv_cache_free_gpu_mem_fraction", "0.2"),
+        (target, "kv_cache_free_gpu_mem_fraction", "0.6"),
+        (target, "gpt_model_path", "/nowhere/large"),
+        (relay, "gpt_model_path", "/nowhere/large"),
+        (relay, "tensorrt_llm_draft_model_name", "tensorrt_llm_draft"),
+    ):
+        assert each.parameters[key].string_value == value, key
+
+
 def test_models_of_the_folder_stay_unless_they_are_ours_and_force_is_given(tmp_path: Path) -> None:
     other = tmp_path / "theirs" / "config.pbtxt"
     other.parent.mkdir()

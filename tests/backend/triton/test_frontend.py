@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from support.triton_stub import CountingEngine, FakePbUtils, FakeRequest, FakeSe
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from inflight_backend.errors import InvalidRequest
+from inflight_backend.manager import statistics
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import validate
@@ -338,8 +340,11 @@ def test_bad_lists_end_with_invalid_arg(
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
-def test_stop_words_in_the_text_end_the_request(server: Server, is_streaming: bool) -> None:
+def test_stop_words_in_the_text_end_the_request(
+    make_server: MakeServer, tokenizer: None, is_streaming: bool
+) -> None:
     """Far below the token limit; an empty word is passed over."""
+    server = make_server(CountingEngine(before_step=lambda _: time.sleep(0.01)))
     sender = server.ask(
         outputs=("text_output", "finish_reason"), text_input="5", max_tokens=200,
         stream=is_streaming, stop_words=["", "9 10"], exclude_input_in_output=True,
@@ -543,6 +548,7 @@ def test_many_tiny_requests_leave_nothing_behind(
     """Not one object per request; `benchmarks/tiny_requests.py` sends a million of them."""
     monkeypatch.setattr(recorder_module, "NUM_CHUNKS", 1)  # full soon
     monkeypatch.setattr(recorder_module, "CHUNK_ITERATIONS", 10)
+    monkeypatch.setattr(statistics, "NUM_OBSERVATIONS", 100)
     engine = CountingEngine(num_blocks=16)
     server = make_server(engine, max_batch_size="64")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from support.triton_stub import CountingEngine, FailingSender, FakePbUtils, Fake
 
 from inflight_backend.status import read_status
 from inflight_backend.triton import introspection as inspection
+from inflight_backend.triton.live import ROW, LiveView
+from inflight_protocol import INPUT_BY_NAME
 from inflight_recorder.replay import replay
 from inflight_recorder.storage import RecordingReader
 from inflight_scheduler import ScheduledBatch
@@ -75,6 +78,75 @@ def test_why_tells_running_waiting_queued_and_gone(server: Server, gate: threadi
     assert answers["no"]["state"] == "not in flight"
     for sender in senders:
         assert sender.is_final.wait(WAIT)
+
+
+def test_live_tells_what_is_in_flight_and_what_has_happened_since(
+    server: Server, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One runs, three behind its blocks, two in the queue; then all end. Answers are written when
+    the queue is empty: that is no reason to lose those that were in it. The last one came after the
+    question: it is told with its name."""
+    gates, write = threading.Semaphore(0), LiveView.to_json
+
+    def write_late(view: LiveView, names: Mapping[int, str], *others: Any) -> str:
+        wait_until(lambda: not len(server.model._queue))
+        return write(view, names, *others)
+
+    monkeypatch.setattr(LiveView, "to_json", write_late)
+
+    def wait_for_gate(batch: ScheduledBatch) -> None:
+        assert gates.acquire(timeout=WAIT)
+
+    server.engine.before_step = wait_for_gate
+    senders = [
+        server.send(
+            "large", input_ids=[1], request_output_len=180, streaming=True, runtime_top_p=0.5
+        )
+    ]
+    gates.release()
+    assert senders[0].has_response.wait(WAIT)
+    senders += [server.send("", input_ids=[1, 2], request_output_len=100) for _ in range(4)]
+    gates.release()
+    wait_until_queued(server, 1)
+    wait_until(lambda: server.model._manager.get_num_active_requests() == 4)
+    asked = server.send(live=True, live_blocks=True)
+    senders.append(server.send("late", input_ids=[3], request_output_len=5))
+    wait_until_queued(server, 2)
+    for _ in range(1000):
+        gates.release()
+    assert asked.is_final.wait(WAIT)
+    answer = json.loads(answer_of(asked, "live"))
+    first, *others = (dict(zip(ROW, row, strict=True)) for row in answer["requests"])
+    assert (first["state"], first["pauses"], first["reason"]) == ("generation", 0, "")
+    assert first["generated"] >= 1
+    assert [each["place"] for each in others] == [1, 2, 3]
+    assert others[0]["reason"].startswith("waiting for KV blocks: needs ")
+    assert answer["num_queued"] == 2
+    queued, late = answer["queued"]
+    assert late[1] == "late"
+    assert [queued[1], *queued[2:4]] == ["", 2, 100]
+    assert queued[5] == "all 4 places of max_batch_size are taken"
+    assert answer["is_new"]
+    about = answer["about"][str(first["id"])]
+    assert (about["name"], about["prompt_tokens"]) == ("large", 1)
+    assert 0 <= int(about["sampling"].pop("seed")) < 2**64
+    assert about["sampling"] == {"top_p": 0.5}
+    held = sum(length for owner, length in answer["blocks"] if owner == first["id"])
+    assert held == first["blocks"] > 0
+    assert sum(length for _, length in answer["blocks"]) == answer["settings"]["num_blocks"]
+
+    for sender in senders:
+        assert sender.is_final.wait(WAIT)
+    later = json.loads(answer_of(server.ask(live=True, live_since=answer["cursor"]), "live"))
+    assert not later["is_new"]
+    assert later["steps"][0]["i"] > max(step["i"] for step in answer["steps"])
+    assert len(later["first"]) == 5
+    assert sum(number for _, number in later["gaps"]) > 300
+    assert (later["requests"], later["num_queued"]) == ([], 0)
+    text = json.dumps([answer, later])
+    assert "input_ids" not in text
+    again = json.loads(answer_of(server.ask(live=True, live_since="1:no:cursor"), "live"))
+    assert again["is_new"]
 
 
 def test_why_tells_of_the_first_sequence_that_has_not_ended(
@@ -143,6 +215,7 @@ def test_describe_tells_every_end_of_the_checkpoint(
     old = make_server(CountingEngine(), without="stop_token_ids")
     description = json.loads(answer_of(old.ask(describe=True), "description"))
     assert (description["end_id"], description["stop_token_ids"]) == (9, [])
+    assert set(INPUT_BY_NAME) - set(description["inputs"]) == {"stop_token_ids"}
     assert text_of(old.ask(text_input="5", max_tokens=5)) == "5 6"
     for part in ("without the input stop_token_ids", "at 9 alone, not at [7, 8]", "--force"):
         assert part in caplog.text

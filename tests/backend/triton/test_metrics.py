@@ -18,6 +18,7 @@ from support.triton_stub import CountingEngine, FakePbUtils, FakeResponse, FakeS
 from inflight_backend import errors as errors_module
 from inflight_backend.triton.metrics import TritonMetrics
 from inflight_protocol import ERRORS, OUTPUT_LENGTHS
+from inflight_protocol.metrics import SUCCESSES
 from inflight_scheduler import ScheduledBatch
 
 
@@ -40,6 +41,45 @@ def test_the_time_stamp_is_right_in_the_hour_that_comes_twice(
     finally:
         monkeypatch.undo()
         time.tzset()
+
+
+def test_gateways_read_the_same_numbers_under_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakePbUtils, "families", {})
+    metrics = TritonMetrics(
+        FakePbUtils,
+        "tensorrt_llm",
+        "1",
+        served_name="llama",
+        cache_config={"block_size": 32, "num_gpu_blocks": 90},
+    )
+    stats = {"Scheduled Requests": 3, "Waiting Requests": 5, "Fraction used KV cache blocks": 0.25}
+    metrics.update(json.dumps(stats))
+    assert shown("nv_trt_llm_request_metrics", "request_type=waiting") == 5
+    values = {
+        name: family.values
+        for name, family in FakePbUtils.families.items()
+        if name.startswith("vllm:") and family.kind == "gauge"
+    }
+    own = "model_name=llama,version=1"
+    assert values == {
+        "vllm:num_requests_running": {own: 3},
+        "vllm:num_requests_waiting": {own: 5},
+        "vllm:kv_cache_usage_perc": {own: 0.25},
+        "vllm:gpu_cache_usage_perc": {own: 0.25},
+        "vllm:cache_config_info": {"model_name=llama,block_size=32,num_gpu_blocks=90": 1},
+    }
+
+
+def test_a_draft_model_has_none_of_the_numbers_that_gateways_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of its target have the same labels, if their folders have the same name."""
+    monkeypatch.setattr(FakePbUtils, "families", {})
+    metrics = TritonMetrics(FakePbUtils, "tensorrt_llm_draft", "1", is_draft=True)
+    counts = {SUCCESSES.name: {"length": 1}, ERRORS.name: {"INTERNAL": 1}}
+    metrics.update(json.dumps({"Scheduled Requests": 3}), [(1, 2)], counts)
+    assert counted()["INTERNAL"] == 1
+    assert not [name for name in FakePbUtils.families if name.startswith("vllm:")]
 
 
 def shown(family: str, label: str) -> float | None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -240,3 +241,16 @@ def test_an_unload_does_not_wait_for_a_relay_that_is_frozen(
         wait_until(lambda: llm.model._frontend.num_live == 0)
         assert not llm.model._relays.is_done
         llm.model.finalize()
+
+
+def test_a_call_asks_again_on_the_connection_it_has() -> None:
+    """By which a model that drains sees that the answer goes on: it accepts no new ones then."""
+    message = packed(1)
+    with answering(lambda request: [{"text_output": np.array([b"x"], object)}]) as listener:
+        call = module.RelayedCall("tensorrt_llm", Mock(), RelayedRequest({}, []))
+        assert [len(list(call.ask("tensorrt_llm", message))) for _ in range(2)] == [2, 2]
+        listener.shut()
+        assert len(list(call.ask("tensorrt_llm", message))) == 2
+        assert listener.num_open == 1
+        call.close()
+        wait_until(lambda: listener.num_open == 0)

@@ -16,17 +16,19 @@ import numpy as np
 import pytest
 from backend.triton.conftest import MakeServer
 from support.relay_harness import answer_on, answer_to, asking, ids_in, packed
-from support.triton_harness import WAIT, Server, wait_until
+from support.triton_harness import WAIT, Gate, Server, wait_until, wait_until_queued
 from support.triton_stub import CountingEngine
 
 from inflight_backend.triton import relay_server as module
 from inflight_backend.triton import relay_wire
 from inflight_backend.triton.relay_wire import (
+    RelayedRequest,
     RelayedResponse,
     address_of,
     connect,
     pack,
 )
+from inflight_protocol.tensors import make_inputs
 
 PART = RelayedResponse({"output_ids": np.zeros((1, 1, 100), dtype=np.int32)})
 
@@ -85,6 +87,28 @@ def test_errors_keep_their_code(
     assert response.error.startswith(message)
     assert response.code == code
     assert ids_in(answer_to(packed(3))) == [2, 3, 4]
+
+
+def test_an_answer_that_goes_on_keeps_its_place_and_its_time(
+    make_server: MakeServer, gate: Gate
+) -> None:
+    """The limits of the queue are for what begins; the time of the run goes on."""
+    limits = {"max_batch_size": "1", "max_queue_size": "1", "max_queue_seconds": "0.05"}
+    server = make_server(CountingEngine(before_step=gate), max_run_seconds="60", **limits)
+    gate.close_after(0)
+    first = server.send(input_ids=[4], request_output_len=1)
+    assert gate.is_reached.wait(WAIT)
+    inputs = make_inputs({"input_ids": [1], "request_output_len": 3})
+    message = pack(RelayedRequest(inputs, ["output_ids"], begun=time.monotonic()))
+    with asking(message) as one, asking(message) as another:
+        wait_until_queued(server, 2)
+        time.sleep(0.1)
+        gate.set()
+        assert [ids_in(answer_on(each)) for each in (one, another)] == [[1, 2, 3, 4]] * 2
+    assert first.is_final.wait(WAIT)
+    late = pack(RelayedRequest(inputs, ["output_ids"], begun=time.monotonic() - 61))
+    [response] = answer_to(late)
+    assert "deadline" in response.error
 
 
 @pytest.mark.parametrize("message", [pack(PART), b"\0" * 7 + b"\1{"], ids=["response", "nonsense"])

@@ -14,7 +14,7 @@ from support.triton_stub import FakePbUtils, FakeRequest
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_models.postprocessing import Postprocessor
-from inflight_backend.triton_models.preprocessing import Preprocessor
+from inflight_backend.triton_models.preprocessing import Preprocessor, read_start_ids
 from inflight_backend.triton_models.preprocessing import TritonPythonModel as Preprocessing
 from inflight_backend.triton_models.text_base import read_switch, respond
 from inflight_server.serve.settings import DEMO_MODEL
@@ -23,6 +23,21 @@ CODEC = TextCodec(DEMO_MODEL)
 BEGIN, END = 0, 1
 PREPROCESS = Preprocessor(CODEC, adds_special_tokens=True)
 POSTPROCESS = Postprocessor(CODEC, skips_special_tokens=True)
+
+
+BART_CONFIG = {
+    "architectures": ["BartForConditionalGeneration"],
+    "is_encoder_decoder": True,
+    "vocab_size": 9,
+    "d_model": 8,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 8,
+    "decoder_ffn_dim": 8,
+    "max_position_embeddings": 16,
+}
 
 
 def ids(text: str) -> list[int]:
@@ -67,6 +82,18 @@ def test_what_is_not_asked_for_is_neutral() -> None:
     assert out["DECODER_INPUT_ID"].tolist() == [[END], [END]]
     assert out["REQUEST_DECODER_INPUT_LEN"].tolist() == [[1], [1]]
     assert "OUT_PROMPT_TABLE_EXTRA_IDS" not in out
+
+
+def test_a_decoder_behind_an_encoder_starts_as_the_checkpoint_says(tmp_path: Path) -> None:
+    config = BART_CONFIG | {"decoder_start_token_id": 2, "forced_bos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    start_ids = read_start_ids(str(tmp_path))
+    out = Preprocessor(CODEC, adds_special_tokens=True, start_ids=start_ids)(query("12", "1"))
+    assert out["DECODER_INPUT_ID"].tolist() == [[2, 0], [2, 0]]
+    assert out["REQUEST_DECODER_INPUT_LEN"].tolist() == [[2], [2]]
+    # generation_config.json, which is newer, comes first; what it does not say stays.
+    (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": 7}')
+    assert read_start_ids(str(tmp_path)) == (7, 0)
 
 
 @pytest.mark.contract("preprocessing input", "BAD_WORDS_DICT STOP_WORDS_DICT")

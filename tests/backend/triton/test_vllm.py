@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from support.triton_harness import Server, error_of
 from support.triton_stub import FailingSender, FakePbUtils
 
 from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_models import relay_client as relay
-from inflight_backend.triton_models.vllm import LogProbs
+from inflight_backend.triton_models.vllm import LogProbs, TokenTexts
+from inflight_server.serve.settings import DEMO_MODEL
 
 
 @pytest.fixture
@@ -91,8 +94,11 @@ def test_settings_may_be_parameters_of_the_request(ask: Ask, server: Server) -> 
         ({"parameters": {"surprise": 1}}, "'surprise' is not supported"),
         ({"settings": {"n": 3}, "parameters": {"n": 2}}, "'n' is not what 'sampling_parameters'"),
         ({"settings": {}, "parameters": {"n": 1}}, "'n' is not what 'sampling_parameters' says"),
-        ({"settings": {"n": 10**6}}, "'num_return_sequences' is 1000000, outside 1..4"),
-        ({"settings": {"n": 0}}, "'num_return_sequences' is 0"),
+        ({"settings": {"n": 10**6}}, "'n' is 1000000, outside 1..4"),
+        ({"settings": {"n": 0}}, "'n' is 0"),
+        ({"settings": {"max_tokens": 10**6}}, "+ max_tokens (1000000) = "),
+        ({"settings": {"min_tokens": 17}}, "'min_tokens' is 17, outside 0..16"),
+        ({"settings": {"top_p": 2}}, "'top_p' is 2"),
         ({"prompt": ""}, "'text_input' is empty"),
         ({"prompt": None, "stream": True}, "'text_input' is missing"),
         (
@@ -176,6 +182,22 @@ def test_what_cannot_be_told_is_refused_by_name(
     assert error_of(answer)[0] == message
 
 
+@pytest.mark.parametrize("num_left_out", [0, 1], ids=["whole", "cut in a character"])
+def test_what_tokens_add_to_the_text_is_the_text(num_left_out: int) -> None:
+    """Characters of several tokens, and special tokens, which have names there alone."""
+    codec = TextCodec(DEMO_MODEL)
+    ids = codec.encode_raw("a\u20ac b\u00e9\U0001f600", add_special_tokens=False)
+    ids = ids[: len(ids) - num_left_out]
+    texts = TokenTexts(codec, "1 2", skips_special_tokens=True)
+    told = [text for token_id in ids[:-1] for text in texts.take([token_id], is_final=False)]
+    told += texts.take(ids[-1:], is_final=True)
+    assert "".join(told) == codec.decode(ids).rstrip("\ufffd")  # as the answer does
+    assert told[1:4] == ["", "", "\u20ac"]
+    name = codec.special_text(codec.end_id)
+    assert name
+    assert texts.take([codec.end_id], is_final=True) == [name]
+
+
 def test_a_model_without_a_tokenizer_refuses_them_by_name(
     ask: Ask, server: Server, tmp_path: Any
 ) -> None:
@@ -215,14 +237,20 @@ def tensors(ids: list[int], **values: Any) -> dict[str, Any]:
     }
 
 
+def told(num_top: int, answer: dict[str, Any]) -> list[str]:
+    """The objects of ``answer``, in which the text of a token is its id."""
+    texts = [str(token_id) for token_id in answer["output_ids"].reshape(-1)]
+    return LogProbs(num_top, str, Mock()).read(answer, texts)
+
+
 def test_the_drawn_token_comes_first_then_the_likeliest() -> None:
     own = {"own": [-0.5, -3.0], "ranks": [1, 30]}
-    assert [json.loads(row) for row in LogProbs(0, str).read(tensors([8, 9], **own))] == [
+    assert [json.loads(row) for row in told(0, tensors([8, 9], **own))] == [
         {"8": {"logprob": -0.5, "rank": 1, "decoded_token": "8"}},
         {"9": {"logprob": -3.0, "rank": 30, "decoded_token": "9"}},
     ]
     top = {"top_log_prob_ids": [[8], [7]], "top_log_probs": [[-0.5], [-1.0]]}
-    rows = [json.loads(row) for row in LogProbs(1, str).read(tensors([8, 9], **own, **top))]
+    rows = [json.loads(row) for row in told(1, tensors([8, 9], **own, **top))]
     assert [list(row) for row in rows] == [["8"], ["9", "7"]]
     assert rows[1]["7"] == {"logprob": -1.0, "rank": 1, "decoded_token": "7"}
 
@@ -231,7 +259,7 @@ def test_of_equally_likely_tokens_the_place_counts() -> None:
     """The drawn token keeps the value that counts in its sum, which may be one among the filters'
     tokens only."""
     ties = {"top_log_prob_ids": [[7, 8]], "top_log_probs": [[-1.0, -1.0]]}
-    [row] = LogProbs(2, str).read(tensors([8], own=[-0.5], ranks=[3], **ties))
+    [row] = told(2, tensors([8], own=[-0.5], ranks=[3], **ties))
     assert list(json.loads(row).items()) == [
         ("8", {"logprob": -0.5, "rank": 2, "decoded_token": "8"}),
         ("7", {"logprob": -1.0, "rank": 1, "decoded_token": "7"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -30,6 +31,18 @@ def _xielu(x: Tensor, numbers: Tensor) -> Tensor:
     alpha_p, alpha_n = functional.softplus(alpha_p), beta + functional.softplus(alpha_n)
     negative = (torch.expm1(torch.minimum(x, eps)) - x) * alpha_n + beta * x
     return torch.where(x > 0, alpha_p * x * x + beta * x, negative)
+
+
+def sparse(activate: Activate, sparsity: float) -> Activate:
+    """``activate`` of numbers that are taken for normally distributed in each row: of the largest,
+    less where they begin, and 0 for the ``sparsity`` that are smaller (Gemma 3n)."""
+    deviations = NormalDist().inv_cdf(sparsity)
+
+    def apply(x: Tensor) -> Tensor:
+        deviation, mean = torch.std_mean(x, dim=-1, correction=0, keepdim=True)
+        return activate(functional.relu(x - (mean + deviation * deviations)))
+
+    return apply
 
 
 def make_activation(name: str, numbers: Tensor | None) -> Activate:

@@ -12,6 +12,7 @@ from inflight_backend.models.blocks.norms import per_head_norm, plain_rms_norm
 from inflight_backend.models.config import AttentionConfig
 from inflight_backend.models.layers import Activation
 from inflight_backend.models.ops import Ops
+from inflight_backend.models.parallel.collectives import NO_COLLECTIVES, Collectives
 
 
 class Attention:
@@ -25,20 +26,32 @@ class Attention:
         output: Linear,
         parameters: HeadParameters,
         ops: Ops,
+        ranks: Collectives = NO_COLLECTIVES,
     ) -> None:
         """``qkv`` gives queries, keys, values and gates side by side."""
-        self._config, self._index, self._qkv, self._ops = config, index, qkv, ops
+        self._ranks = ranks
+        self._config, self._ops = config, ops
+        self.index, self.qkv = index, qkv
         self.output = output
         is_backends = config.qk_norm in (None, "head")
         self._norms = None if is_backends else parameters[:2]
-        self._parameters = parameters if is_backends else HeadParameters(sinks=parameters.sinks)
+        if not is_backends:
+            parameters = parameters._replace(query_norm=None, key_norm=None)
+        self.parameters = parameters
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step's attention gets what `qkv` gives, and `output` what it finds."""
+        config = self._config
+        changes = config.has_gate or config.has_value_norm or config.temperature or config.clip
+        return self._norms is None and not changes
 
     def __call__(
         self, x: Activation, num_tokens: int, positions: Tensor, step: AttentionStep
     ) -> Tensor:
         """x [T, hidden] -> what the heads found [T, query_size], before `output`."""
         config, gate = self._config, None
-        heads = self._qkv(x)
+        heads = self.qkv(x)
         if config.has_gate:
             sizes = [heads.shape[-1] - config.query_size, config.query_size]
             heads, gate = torch.split(heads, sizes, dim=-1)
@@ -47,7 +60,7 @@ class Attention:
             heads = self._change(heads, positions)
         if config.clip is not None:
             heads = heads.clamp(-config.clip, config.clip)
-        found = step.attend(self._index, heads, self._parameters).reshape(num_tokens, -1)
+        found = step.attend(self.index, heads, self.parameters).reshape(num_tokens, -1)
         return found if gate is None else found * gate.sigmoid()
 
     def _change(self, heads: Tensor, positions: Tensor) -> Tensor:
@@ -63,9 +76,7 @@ class Attention:
         if config.has_value_norm:
             value = plain_rms_norm(value, config.qk_norm_kind.eps)
         if config.temperature is not None:
-            scale, span, shift = config.temperature
-            steps = torch.floor((positions + shift) / span)
-            query = query * (1 + scale * torch.log1p(steps))[:, None, None].to(query.dtype)
+            query = temper(query, positions, config.temperature)
         return torch.cat((query, key, value), dim=1)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -77,4 +88,49 @@ class Attention:
             return functional.layer_norm(x, x.shape[-1:], weight[0], weight[1], kind.eps)
         if weight.dim() == 2:
             return per_head_norm(x, weight, kind)
+        if self._ranks.place.tensor_size > 1:
+            return self._norm_over_ranks(x.flatten(1), weight).view_as(x)
         return self._ops.plain_rms_norm(x.flatten(1), weight, kind.eps).view_as(x)
+
+    def _norm_over_ranks(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [T, n], the heads of this rank, normed over those of all, each held equally often."""
+        wide, ranks = x.float(), self._ranks
+        mean = ranks.add(wide.square().mean(-1, keepdim=True)) / ranks.place.tensor_size
+        return (wide * torch.rsqrt(mean + self._config.qk_norm_kind.eps)).to(x.dtype) * weight
+
+
+class CrossAttention:
+    """Attention of the layer ``index`` over the answer of an encoder."""
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        index: int,
+        query: Linear,
+        key_value: Linear,
+        output: Linear,
+        ops: Ops,
+    ) -> None:
+        """``key_value`` gives keys and values side by side."""
+        self._config, self._index, self._ops = config, index, ops
+        self._query, self._key_value, self._output = query, key_value, output
+
+    def __call__(self, x: Tensor, step: AttentionStep) -> Tensor:
+        """x [T, hidden] -> what the answers have for it [T, hidden]; ``step`` is over these."""
+        heads = self._query(self._ops.to_activation(x))
+        heads = heads.view(len(x), -1, self._config.head_dim)
+        found = step.attend(self._index, heads, HeadParameters()).reshape(len(x), -1)
+        return self._output(self._ops.to_activation(found))
+
+    def keys_and_values(self, answer: Tensor) -> tuple[Tensor, Tensor]:
+        """Of an answer [T, hidden] of the encoder, each [T, KVH, D]: what the cache holds of it."""
+        found = self._key_value(self._ops.to_activation(answer))
+        keys, values = found.view(len(answer), 2, -1, self._config.head_dim).unbind(1)
+        return keys.contiguous(), values.contiguous()
+
+
+def temper(query: Tensor, positions: Tensor, temperature: tuple[float, float, float]) -> Tensor:
+    """query [T, H, D] times what `AttentionConfig.temperature` says of each position [T]."""
+    scale, span, shift = temperature
+    steps = torch.floor((positions + shift) / span)
+    return query * (1 + scale * torch.log1p(steps))[:, None, None].to(query.dtype)

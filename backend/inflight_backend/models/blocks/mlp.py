@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from inflight_backend.models.blocks.activations import ACTIVATIONS, Activate, clamped_swiglu
+from inflight_backend.models.blocks.lora import MultiplyRows
 from inflight_backend.models.blocks.norms import Norm, plain_rms_norm
 from inflight_backend.models.config import MlpConfig, MoeConfig, RoutingConfig
 from inflight_backend.models.layers import Activation
@@ -20,9 +21,6 @@ ROUTER_EPS = 1e-6
 
 Linear: TypeAlias = Callable[[Any], Tensor]  # takes the `Activation` of its own `Ops`
 
-GroupedLinear: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Of many experts: rows sorted by expert, and where those of each begin (`grouped_linear`)."""
-
 
 class Mlp:
     """``down(act(gate) * up)``, or ``down(act(up))``: x [T, hidden] -> [T, hidden]."""
@@ -31,21 +29,22 @@ class Mlp:
         self, config: MlpConfig, up: Linear, down: Linear, activation: Activate, ops: Ops
     ) -> None:
         """``up`` gives gate and up side by side where there is a gate."""
-        self._up, self._down, self._ops, self._activation = up, down, ops, activation
+        self.up, self.down, self._ops, self._activation = up, down, ops, activation
         self._is_gated = config.is_gated
-        self._is_silu = config.is_gated and config.activation in ("silu", "swish")
+        is_plain = config.is_gated and not config.sparsity
+        self.is_silu = is_plain and config.activation in ("silu", "swish")
 
     def __call__(self, x: Activation) -> Tensor:
         """One step's tokens."""
-        if self._is_silu:  # without a name for what goes in: it is the most that lives in a step
-            return self._down(self._ops.silu_mul(self._up(x)))
-        inner = self._up(x)
+        if self.is_silu:  # without a name for what goes in: it is the most that lives in a step
+            return self.down(self._ops.silu_mul(self.up(x)))
+        inner = self.up(x)
         if self._is_gated:
             gate, up = inner.chunk(2, dim=-1)
             inner = self._activation(gate) * up
         else:
             inner = self._activation(inner)
-        return self._down(self._ops.to_activation(inner))
+        return self.down(self._ops.to_activation(inner))
 
 
 class Moe:
@@ -61,22 +60,25 @@ class Moe:
         router: Linear,
         router_bias: Tensor | None,
         correction: Tensor | None,
-        gate_up: GroupedLinear,
-        down: GroupedLinear,
+        gate_up: MultiplyRows,
+        down: MultiplyRows,
         shared: Mlp | None,
         shared_gate: Linear | None,
         ops: Ops,
         router_scale: Tensor | None = None,
         expert_scales: Tensor | None = None,
+        add_up: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> None:
         """``router`` takes float32, whatever the model's dtype is; ``gate_up`` and
         ``down`` are the linears of all experts; ``correction`` and ``expert_scales`` [E];
-        ``router_scale`` [hidden]: of what the router reads, normed."""
+        ``router_scale`` [hidden]: of what the router reads, normed. ``add_up`` sums the answers of
+        the ranks that hold parts of the experts."""
         self._config, self._ops = config, ops
         self._router, self._router_bias, self._correction = router, router_bias, correction
         self._gate_up, self._down = gate_up, down
         self._shared, self._shared_gate = shared, shared_gate
         self._router_scale, self._expert_scales = router_scale, expert_scales
+        self._add_up = add_up
 
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """One step's tokens; the router reads ``routed`` [T, hidden] in their place, if given."""
@@ -90,28 +92,33 @@ class Moe:
         experts, weights = choose_experts(config.routing, config.top_k, logits, self._correction)
         if self._expert_scales is not None:
             weights = weights * self._expert_scales[experts]
+        if config.held_experts is not None:
+            experts, weights = _only_held(config.held_experts, experts, weights)
         flat = experts.flatten()
         order = flat.argsort(stable=True)
-        counts = torch.zeros(config.num_experts, dtype=torch.int32, device=x.device)
+        counts = torch.zeros(config.num_held, dtype=torch.int32, device=x.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
         starts = functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-        rows, sorted_weights = x[order // config.top_k], weights.flatten()[order, None].to(x.dtype)
+        tokens, sorted_weights = order // config.top_k, weights.flatten()[order, None].to(x.dtype)
+        rows = x[tokens]
         if config.routing.scales_input:
             rows = rows * sorted_weights
-        inner = self._gate_up(rows, starts)
+        inner = self._gate_up(rows, starts, tokens)
         inner = self._activate(inner)
-        found = self._down(inner, starts)
+        found = self._down(inner, starts, tokens)
+        if config.held_experts is not None:  # what stands for another rank's may be infinite
+            found = found.masked_fill(sorted_weights == 0, 0)
         if not config.routing.scales_input:
             found = found * sorted_weights
         by_token = torch.empty_like(found)
         by_token[order] = found
         answer = by_token.view(num_tokens, config.top_k, x.shape[1]).sum(1)
         if self._shared is None:
-            return answer
+            return self._add_up(answer)
         shared = self._shared(self._ops.to_activation(x))
         if self._shared_gate is not None:
             shared = shared * self._shared_gate(x).sigmoid()
-        return answer + shared
+        return self._add_up(answer + shared)
 
     def _activate(self, inner: Tensor) -> Tensor:
         if self._config.activation in ("silu", "swish"):
@@ -133,6 +140,14 @@ class ExpertBranch:
         """x [T, hidden] without the layer's norm, and what the dense layer made of it with."""
         found = self._moe(self._input_norm(x), x)
         return self._dense_norm(dense) + self._output_norm(found)
+
+
+def _only_held(held: tuple[int, int], experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Experts [T, k], counted among those that are held here, and their weights: 0 where another
+    rank holds the expert, and any number stands for it (nothing waits for a count of rows)."""
+    first, end = held
+    is_held = (experts >= first) & (experts < end)
+    return (experts - first).clamp(0, end - first - 1), weights * is_held
 
 
 def choose_experts(

@@ -7,6 +7,7 @@ from inflight_backend.models.families.registry import (
     register_family,
     windows_by_type,
 )
+from inflight_backend.models.families.rope import rope_section
 
 _DEFAULT_WINDOW = 4096  # of configurations that do not write the key; ``null`` means none
 
@@ -23,11 +24,16 @@ def mistral(reader: JsonReader) -> ModelConfig:
     return read_plain(reader, windows=windows, bias=False, needs_kv_heads=True)
 
 
-@register_family("Ministral3ForCausalLM", "ministral3")
+@register_family("Ministral3ForCausalLM", "ministral3", rope_theta=1e6)
 def ministral3(reader: JsonReader) -> ModelConfig:
     """Queries grow with the logarithm of how often they are past the original length."""
     model = mistral(reader) if "sliding_window" in reader else read_plain(reader, bias=False)
-    section = reader.section("rope_parameters")
+    return with_temperature(reader, model)
+
+
+def with_temperature(reader: JsonReader, model: ModelConfig) -> ModelConfig:
+    """``model`` whose queries grow past the original length, if the rotary embedding says so."""
+    section = rope_section(reader)
     if "llama_4_scaling_beta" not in section:
         return model
     span = float(section.integer("original_max_position_embeddings"))

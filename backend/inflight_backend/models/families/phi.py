@@ -8,12 +8,14 @@ from inflight_backend.models.families.qwen import mixtral_names
 from inflight_backend.models.families.registry import layer_norm, read_plain, register_family
 
 
-@register_family("PhiForCausalLM", "phi")
+@register_family("PhiForCausalLM", "phi", hidden_act="gelu_new", partial_rotary_factor=0.5)
 def phi(reader: JsonReader) -> ModelConfig:
     """LayerNorm, parallel branches, biases everywhere, a part of a head turns."""
-    if reader.boolean("qk_layernorm", default=False):
-        reader.fail("qk_layernorm", "true is not supported")
-    names = WeightNames(output="dense", up="fc1", down="fc2", final_norm="final_layernorm")
+    names = WeightNames(
+        output="dense", up="fc1", down="fc2", final_norm="final_layernorm",
+        query_norm="q_layernorm", key_norm="k_layernorm",
+    )  # fmt: skip
+    has_norms = reader.boolean("qk_layernorm", default=False)
     model = read_plain(
         reader,
         norm=layer_norm(reader, "layer_norm_eps"),
@@ -21,6 +23,7 @@ def phi(reader: JsonReader) -> ModelConfig:
         bias=True,
         gated=False,
         is_partial=True,
+        qk_norm="biased" if has_norms else None,
     )
     return replace(model, block="parallel", has_head_bias=True)
 
@@ -36,8 +39,8 @@ def phi3(reader: JsonReader) -> ModelConfig:
     )
 
 
-@register_family("PhimoeForCausalLM", "phimoe")
-@register_family("PhiMoEForCausalLM", "phimoe")
+@register_family("PhimoeForCausalLM", "phimoe", rope_theta=1e6)
+@register_family("PhiMoEForCausalLM", "phimoe", rope_theta=1e6)
 def phimoe(reader: JsonReader) -> ModelConfig:
     """LayerNorm, biases, two experts chosen one after the other."""
     window = reader.integer("sliding_window") if "sliding_window" in reader else None

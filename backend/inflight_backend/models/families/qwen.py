@@ -75,7 +75,7 @@ def with_experts(reader: JsonReader, model: ModelConfig, shared: MlpConfig | Non
     return replace(model.with_layers(change), names=names)
 
 
-@register_family("MixtralForCausalLM", "mixtral")
+@register_family("MixtralForCausalLM", "mixtral", rope_theta=1e6)
 def mixtral(reader: JsonReader) -> ModelConfig:
     """Experts in all layers, weights normalised."""
     window = reader.integer("sliding_window") if "sliding_window" in reader else None
@@ -103,7 +103,7 @@ def mixtral_names(names: WeightNames) -> WeightNames:
     )
 
 
-@register_family("MiniMaxM2ForCausalLM", "minimax_m2")
+@register_family("MiniMaxM2ForCausalLM", "minimax_m2", rope_theta=5e6)
 def minimax_m2(reader: JsonReader) -> ModelConfig:
     """Norms over all heads, half of a head turns, scores by sigmoid with a correction."""
     # Files of transformers 5 have the share of a head in their rope section, if it is not all.

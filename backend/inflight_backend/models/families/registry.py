@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
 from inflight_backend.errors import CheckpointError
+from inflight_backend.gguf_files import GgufFile, find_gguf, open_gguf
 from inflight_backend.models.checkpoint_files import JsonReader, find_config, find_file, list_names
 from inflight_backend.models.config import (
     AttentionConfig,
@@ -21,11 +22,13 @@ from inflight_backend.models.config import (
     WeightNames,
 )
 from inflight_backend.models.families.rope import read_rope
+from inflight_backend.models.gguf.architectures import read_config
+from inflight_backend.models.gguf.tensors import with_gguf_tensors
 from inflight_backend.models.quantization import configs as quantization_configs
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# As MLX and the first compressed-tensors call it; transformers' key is read.
-_UNREAD_QUANTIZATION = ("quantization", "compression_config")
+_UNREAD_QUANTIZATION = "quantization"
+"""As MLX calls it."""
 _ACTIVATIONS = (
     "silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_tanh", "gelu_pytorch_tanh", "relu",
     "relu2",
@@ -43,35 +46,60 @@ ReadFamily = Callable[[JsonReader], ModelConfig]
 @dataclass(frozen=True, slots=True)
 class Family:
     """``model_types`` are those that config.json may have: transformers goes by them, whatever
-    ``architectures`` says."""
+    ``architectures`` says. ``defaults``: of keys that a file need not have, beside those of a
+    Llama."""
 
     model_types: tuple[str, ...]
-    read: ReadFamily
+    reads: ReadFamily
+    defaults: Mapping[str, object] = field(default_factory=dict)
+
+    def read(self, reader: JsonReader) -> ModelConfig:
+        """The model of an open config.json."""
+        return self.reads(reader.with_defaults(**self.defaults))
 
 
 FAMILIES: dict[str, Family] = {}
 """By architecture, as ``architectures`` of config.json has it."""
 
 
-def register_family(architecture: str, *model_types: str) -> Callable[[ReadFamily], ReadFamily]:
-    """Make the decorated function the reader of an architecture's config.json."""
+def register_family(
+    architecture: str, *model_types: str, **defaults: object
+) -> Callable[[ReadFamily], ReadFamily]:
+    """Make the decorated function the reader of an architecture's config.json; for the rest see
+    `Family`."""
 
     def register(read: ReadFamily) -> ReadFamily:
-        FAMILIES[architecture] = Family(model_types, read)
+        FAMILIES[architecture] = Family(model_types, read, defaults)
         return read
 
     return register
 
 
+def read_published_model(gguf: Path) -> ModelConfig:
+    """The model of a GGUF file with the names, and the order of rows, that it had before it was
+    converted."""
+    return _read_gguf(open_gguf(gguf))
+
+
+def _read_gguf(file: GgufFile) -> ModelConfig:
+    return read_family(JsonReader(read_config(file), file.name))
+
+
 def read_model(folder: Path) -> ModelConfig:
-    """The model of a checkpoint's ``config.json``; `CheckpointError` names the key that is missing
-    or unsupported."""
+    """The model of a checkpoint's ``config.json``, or of the metadata of a GGUF file;
+    `CheckpointError` names the key that is missing or unsupported."""
+    if (gguf := find_gguf(folder)) is not None:
+        file = open_gguf(gguf)
+        return with_gguf_tensors(_read_gguf(file), file)
     model = read_family(JsonReader.from_file(find_config(folder)))
-    path = find_file(folder, quantization_configs.MODELOPT_FILE)
-    if model.quantization is not None or path is None:
+    beside = find_file(folder, "generation_config.json")
+    if model.encoder is not None and beside is not None:
+        model = replace(
+            model, start_ids=read_start_ids(JsonReader.from_file(beside), model.start_ids)
+        )
+    if model.quantization is not None:
         return model
-    found = quantization_configs.read_modelopt(JsonReader.from_file(path))
-    return replace(model, quantization=found)
+    return replace(model, quantization=quantization_configs.read_beside(folder))
 
 
 def read_family(reader: JsonReader) -> ModelConfig:
@@ -189,6 +217,20 @@ def read_plain(
     )
 
 
+def read_start_ids(reader: JsonReader, others: tuple[int, ...]) -> tuple[int, ...]:
+    """What the text of a decoder beside an encoder begins with: ``decoder_start_token_id``, and the
+    token that its answer must begin with, if there is one. ``others`` where the file does not say.
+    """
+    start, forced = (
+        (reader.integer(key, minimum=0),) if key in reader else other
+        for key, other in (
+            ("decoder_start_token_id", others[:1]),
+            ("forced_bos_token_id", others[1:]),
+        )
+    )
+    return start + forced
+
+
 def read_activation(reader: JsonReader, key: str = "hidden_act", default: str = "silu") -> str:
     """The name of an activation function that there is."""
     activation = reader.text(key, default=default)
@@ -240,9 +282,9 @@ def _read_head_dim(
 
 
 def _refuse_unsupported(reader: JsonReader) -> None:
-    for key in _UNREAD_QUANTIZATION:
-        if key in reader:
-            reader.fail(key, f"is not supported; supported: {quantization_configs.KEY}")
+    if _UNREAD_QUANTIZATION in reader:
+        supported = f"{quantization_configs.KEY} of {', '.join(quantization_configs.METHODS)}"
+        reader.fail(_UNREAD_QUANTIZATION, f"(of MLX) is not supported; supported: {supported}")
     if not reader.boolean("is_causal", default=True):
         reader.fail("is_causal", "false is not supported: a token sees those before it only")
     if "transformers_weights" in reader:

@@ -16,7 +16,7 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 _KEYS = {
     "default": {"mrope_section", "mrope_interleaved"},  # of images; a text turns as one
     "linear": {"factor"},
-    "dynamic": {"factor", "alpha", "original_max_position_embeddings"},
+    "dynamic": {"factor", "original_max_position_embeddings"},
     "llama3": {
         "factor",
         "low_freq_factor",
@@ -33,6 +33,7 @@ _KEYS = {
         "beta_slow",
         "truncate",
         "llama_4_scaling_beta",
+        "max_position_embeddings",
     },
     "longrope": {
         "factor",
@@ -45,6 +46,8 @@ _KEYS = {
     },
     "proportional": {"factor"},
 }
+_KEYS_BESIDE_ALPHA = {"factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+"""Of Hunyuan's "dynamic", whose files have YaRN's keys too, and whose code reads none of them."""
 _ALIASES = {"su": "longrope", "mrope": "default"}
 
 
@@ -64,13 +67,15 @@ def read_rope(
     where the family fixes it; else ``partial_rotary_factor`` of ``head_dim``. ``theta_key``: where
     this kind of layer has its theta in old files. `CheckpointError` for a key that is unknown.
     """
-    section = _section(reader, kind_of_layer)
+    section = rope_section(reader, kind_of_layer)
     theta = section.number("rope_theta", default=reader.number(theta_key, default=10_000.0))
     kind = section.text("rope_type", default=section.text("type", default="default"))
     kind = _ALIASES.get(kind, kind)
     if kind not in _KEYS:
         section.fail("rope_type", f"{kind!r} is not supported; supported: {', '.join(_KEYS)}")
-    known = _KEYS[kind] | {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    has_alpha = kind == "dynamic" and "alpha" in section
+    known = _KEYS_BESIDE_ALPHA if has_alpha else _KEYS[kind]
+    known = known | {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     for key in section:
         if key not in known:
             section.fail(key, f"is not supported with rope_type {kind}")
@@ -88,7 +93,7 @@ def read_rope(
     return _READERS[kind](rope, section, reader)
 
 
-def _section(reader: JsonReader, kind_of_layer: str | None) -> JsonReader:
+def rope_section(reader: JsonReader, kind_of_layer: str | None = None) -> JsonReader:
     """``rope_parameters`` or ``rope_scaling``, whichever says anything, of a kind of layer.
 
     A file of transformers 5 to which a user has added the model card's setting for longer

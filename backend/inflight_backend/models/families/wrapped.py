@@ -10,6 +10,7 @@ from inflight_backend.models.families.registry import read_by_type, register_fam
 
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": ("gemma3", "gemma3_text"),
+    "Gemma3nForConditionalGeneration": ("gemma3n", "gemma3n_text"),
     "Gemma4ForConditionalGeneration": ("gemma4", "gemma4_text"),
     "Llama4ForConditionalGeneration": ("llama4", "llama4_text"),
     "LlavaForConditionalGeneration": ("llava", "llama"),
@@ -38,6 +39,18 @@ _DEFAULTS: dict[str, dict[str, object]] = {
         "head_dim": 256,
         "max_position_embeddings": 131_072,
         "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    "gemma3n_text": {
+        "vocab_size": 262_400,
+        "hidden_size": 2048,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },

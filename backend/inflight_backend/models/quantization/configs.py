@@ -7,50 +7,99 @@ what the numbers mean must not be.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-from inflight_backend.models.checkpoint_files import JsonReader
+from inflight_backend.models.checkpoint_files import JsonReader, find_file
 from inflight_backend.models.quantization.compressed_tensors import read_compressed_tensors
+from inflight_backend.models.quantization.gptq import read_auto_round, read_awq, read_gptq
 from inflight_backend.models.quantization.keys import (
+    NOT_QUANTISED,
     check_keys,
     choose,
     choose_number,
-    group_size,
 )
 from inflight_backend.models.quantization.schemes import Quantization, Rule, Scheme
 
 KEY = "quantization_config"
-MODELOPT_FILE = "hf_quant_config.json"
+_FIRST_KEY = "compression_config"
+"""As the first compressed-tensors called it."""
 
 
 def read_quantization(reader: JsonReader) -> Quantization | None:
     """That of an open ``config.json``; None without one. `CheckpointError` names the key that is
     missing, unknown or unsupported, and what is supported."""
-    if KEY not in reader:
-        return None
-    section = reader.section(KEY)
-    method = section.text("quant_method")
+    key = reader.first_of(KEY, _FIRST_KEY)
+    return _read(reader.section(key), None) if key in reader else None
+
+
+def read_beside(folder: Path) -> Quantization | None:
+    """That of a file of its own, where older tools have it and ModelOpt does."""
+    for name, method in _FILES.items():
+        if (path := find_file(folder, name)) is not None:
+            reader = JsonReader.from_file(path)
+            return _read(reader.section("quantization") if method == "modelopt" else reader, method)
+    return None
+
+
+def _read(reader: JsonReader, default: str | None) -> Quantization:
+    """``default``: the method of a file that does not name it."""
+    told = default or next((each for key, each in _TELLING.items() if key in reader), None)
+    if told is None and "quant_method" not in reader:
+        reader.fail("quant_method", f"is missing; supported: {', '.join(METHODS)}")
+    if told is None:
+        method = reader.text("quant_method")
+    else:
+        method = reader.text("quant_method", default=told)
     if method not in METHODS:
-        section.fail(
-            "quant_method", f"{method!r} is not supported; supported: {', '.join(METHODS)}"
-        )
-    return Quantization(method, METHODS[method](section))
+        reader.fail("quant_method", f"{method!r} is not supported; supported: {', '.join(METHODS)}")
+    return Quantization(method, METHODS[method](reader), kv_cache=_read_kv_cache(reader))
 
 
-_IGNORED_MODULES = ("quant_method", "modules_to_not_convert", "ignored_layers")
+def _read_kv_cache(reader: JsonReader) -> str | None:
+    """By ``kv_cache_scheme``, or ModelOpt's ``kv_cache_quant_algo``; None for those that are not
+    supported, since any cache can do without."""
+    if algorithm := reader.text("kv_cache_quant_algo", default=""):
+        return {"FP8": "fp8", "INT8": "int8"}.get(algorithm)
+    if isinstance(reader.value("kv_cache_scheme"), str):  # as AutoFP8 says it
+        return {"static": "fp8"}.get(reader.text("kv_cache_scheme"))
+    scheme = reader.section("kv_cache_scheme")
+    is_fitting = (
+        any(scheme)
+        and scheme.integer("num_bits") == 8
+        and scheme.text("strategy", default="tensor") == "tensor"
+        and scheme.boolean("symmetric", default=True)
+        and not scheme.boolean("dynamic", default=False)
+    )
+    return {"float": "fp8", "int": "int8"}.get(scheme.text("type")) if is_fitting else None
+
+
+_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""By names of files, the usual method."""
+_TELLING = {
+    "quant_algo": "modelopt",
+    "config_groups": "compressed-tensors",
+    "load_in_4bit": "bitsandbytes",
+    "load_in_8bit": "bitsandbytes",
+}
+"""Keys that tell the method, for files without ``quant_method``; the first that is there does."""
 
 
 def _read_fbgemm_fp8(reader: JsonReader) -> tuple[Rule, ...]:
     """A scale per row. The bound ``activation_scale_ub`` is of activations in FP8, which are not
     used."""
-    check_keys(reader, *_IGNORED_MODULES, "activation_scale_ub")
-    return (Rule(Scheme("float8", 8)),)
+    check_keys(reader, *NOT_QUANTISED, "activation_scale_ub")
+    return (Rule(Scheme("float8", 8, quantizes_input=True)),)
 
 
 def _read_fp8(reader: JsonReader) -> tuple[Rule, ...]:
     """A scale for each block of ``weight_block_size``; without it one for a tensor or row."""
     check_keys(
         reader,
-        *_IGNORED_MODULES,
+        *NOT_QUANTISED,
         "activation_scheme",
         "weight_block_size",
         "fmt",
@@ -58,83 +107,30 @@ def _read_fp8(reader: JsonReader) -> tuple[Rule, ...]:
         "is_checkpoint_fp8_serialized",
         "kv_cache_scheme",
         "dequantize",
+        "modules_to_convert",
     )
+    choose(reader, "activation_scheme", "dynamic", "static", default="dynamic")
     if (fmt := reader.text("fmt", default="e4m3")) != "e4m3":
         reader.fail("fmt", f"{fmt!r} is not supported; supported: e4m3")
     block = reader.integers("weight_block_size")
     if not block:
-        return (Rule(Scheme("float8", 8)),)
+        return (Rule(Scheme("float8", 8, quantizes_input=True)),)
     if len(block) != 2 or min(block) < 1:
         reader.fail("weight_block_size", f"must be two numbers above 0, not {block}")
-    return (Rule(Scheme("float8", 8, group_size=block[1], block_rows=block[0])),)
-
-
-_OF_AWQ = (
-    "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "backend", "do_fuse",
-    "fuse_max_seq_len", "modules_to_fuse", "exllama_config",
-)  # fmt: skip
-
-
-def _read_awq(reader: JsonReader) -> tuple[Rule, ...]:
-    check_keys(reader, *_IGNORED_MODULES, *_OF_AWQ)
-    reader = reader.with_names(
-        bits=reader.first_of("bits", "w_bit"),
-        group_size=reader.first_of("group_size", "q_group_size"),
-    )
-    choose_number(reader, "bits", 4)
-    version = reader.text("version", default="gemm")
-    if version.lower() != "gemm":
-        reader.fail("version", f"{version!r} is not supported; supported: gemm")
-    return (Rule(Scheme("awq", 4, group_size(reader), is_symmetric=False)),)
-
-
-_OF_GPTQ = (
-    "bits", "group_size", "desc_act", "sym", "checkpoint_format", "format", "lm_head", "dynamic",
-    "pack_dtype",
-)  # fmt: skip
-_LEFT_BY_GPTQ = (
-    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
-    "cache_examples_on_gpu", "damp_auto_increment", "damp_percent", "dataset", "disable_exllama",
-    "exllama_config", "hyb_act", "is_marlin_format", "max_input_length", "meta",
-    "model_file_base_name", "model_name_or_path", "model_seqlen",
-    "module_name_preceding_first_block", "modules_in_block_to_quantize",
-    "mse", "pad_token_id", "parallel_packing", "static_groups", "tokenizer",
-    "true_sequential", "use_cuda_fp16", "use_exllama", "version",
-)  # fmt: skip
-"""About the way there, or which kernel to use."""
-
-
-def _read_gptq(reader: JsonReader) -> tuple[Rule, ...]:
-    check_keys(reader, *_IGNORED_MODULES, *_OF_GPTQ, *_LEFT_BY_GPTQ)
-    if any(reader.section("dynamic")):
-        reader.fail("dynamic", "is not supported: bits and groups of all linears must be the same")
-    choose(reader, "pack_dtype", "int32", default="int32")
-    key = reader.first_of("checkpoint_format", "format")
-    version = choose(reader, key, "gptq", "gptq_v2", default="gptq")
-    size = group_size(reader)
-    scheme = Scheme(
-        "gptq",
-        choose_number(reader, "bits", 4, 8),
-        group_size=size,
-        is_symmetric=reader.boolean("sym", default=True),
-        has_order=reader.boolean("desc_act", default=False) and size is not None,
-        zero_offset=0 if version == "gptq_v2" else 1,
-    )
+    scheme = Scheme("float8", 8, group_size=block[1], block_rows=block[0], quantizes_input=True)
     return (Rule(scheme),)
 
 
-def read_modelopt(reader: JsonReader) -> Quantization:
-    """Of the file that ModelOpt writes instead (`MODELOPT_FILE`)."""
-    section = reader.section("quantization")
-    return Quantization("modelopt", _read_modelopt(section))
-
-
 def _read_modelopt(reader: JsonReader) -> tuple[Rule, ...]:
-    """A scale for a tensor, or for each row."""
+    """What ``quant_algo`` says; with MIXED_PRECISION what ``quantized_layers`` say of each linear,
+    whose tensors differ."""
+    algorithm = choose(reader, "quant_algo", *_OF_MODELOPT, "MIXED_PRECISION")
     check_keys(
         reader,
-        *_IGNORED_MODULES,
+        *NOT_QUANTISED,
         "quant_algo",
+        "group_size",
+        "quantized_layers",
         "kv_cache_quant_algo",
         "kv_cache_scheme",
         "exclude_modules",
@@ -142,8 +138,55 @@ def _read_modelopt(reader: JsonReader) -> tuple[Rule, ...]:
         "config_groups",
         "producer",
     )
-    choose(reader, "quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
-    return (Rule(Scheme("float8", 8)),)
+    if algorithm != "MIXED_PRECISION":
+        return (Rule(_read_layer(reader)),)
+    named: dict[Scheme, list[str]] = {}
+    layers = reader.section("quantized_layers")
+    for name in layers:
+        named.setdefault(_read_layer(layers.section(name)), []).append(name)
+    return tuple(Rule(scheme, tuple(names)) for scheme, names in named.items())
+
+
+_OF_MODELOPT = {
+    "FP8": Scheme("float8", 8, quantizes_input=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("float8", 8, quantizes_input=True),
+    "MXFP8": Scheme("float8", 8, group_size=32),
+    "NVFP4": Scheme("modelopt-nvfp4", 4, group_size=16),
+    "W4A16_NVFP4": Scheme("modelopt-nvfp4", 4, group_size=16),
+}
+
+
+def _read_layer(reader: JsonReader) -> Scheme:
+    scheme = _OF_MODELOPT[choose(reader, "quant_algo", *_OF_MODELOPT)]
+    if scheme.group_size is not None and "group_size" in reader:
+        choose_number(reader, "group_size", scheme.group_size)
+    return scheme
+
+
+def _read_mxfp4(reader: JsonReader) -> tuple[Rule, ...]:
+    """The experts of gpt-oss as published."""
+    check_keys(reader, *NOT_QUANTISED, "dequantize")
+    return (Rule(Scheme("mxfp4-blocks", 4, group_size=32)),)
+
+
+_OF_BITSANDBYTES = (
+    "quant_method", "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit",
+    "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
+    "llm_int8_skip_modules", "llm_int8_threshold",
+)  # fmt: skip
+
+
+def _read_bitsandbytes(reader: JsonReader) -> tuple[Rule, ...]:
+    """Tables, blocks and whether scales are quantised are seen in the tensors. Activations of 8-bit
+    linears are not rounded, so none of them is an outlier (``llm_int8_threshold``)."""
+    check_keys(reader, *_OF_BITSANDBYTES)
+    if reader.boolean("load_in_4bit", default=False):
+        choose(reader, "bnb_4bit_quant_type", "nf4", "fp4", default="fp4")
+        return (Rule(Scheme("bnb4", 4, group_size=64)),)
+    if not reader.boolean("load_in_8bit", default=False):
+        reader.fail("load_in_4bit", "or load_in_8bit must be true")
+    return (Rule(Scheme("bnb8", 8)),)
 
 
 METHODS: dict[str, Callable[[JsonReader], tuple[Rule, ...]]] = {
@@ -151,7 +194,11 @@ METHODS: dict[str, Callable[[JsonReader], tuple[Rule, ...]]] = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fbgemm_fp8,
     "modelopt": _read_modelopt,
-    "awq": _read_awq,
-    "gptq": _read_gptq,
+    "awq": read_awq,
+    "gptq": read_gptq,
+    "auto-round": read_auto_round,
+    "intel/auto-round": read_auto_round,
+    "mxfp4": _read_mxfp4,
+    "bitsandbytes": _read_bitsandbytes,
 }
 """By ``quant_method``."""

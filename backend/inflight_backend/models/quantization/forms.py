@@ -19,6 +19,8 @@ class PackedWeight:
     ``group_size`` neighbouring columns each, float32 beside float8, else of ``dtype``; ``zeros``:
     the same for the number that stands for 0. ``order`` [columns] int32: the columns of the weight
     in the order in which ``values`` has them. ``dtype``: in which the linear answers.
+    ``codebook`` [16] float32: the numbers of 4 bits are its indices (FP4, NF4), and there are no
+    zeros.
     """
 
     values: Tensor
@@ -28,6 +30,7 @@ class PackedWeight:
     group_size: int
     dtype: torch.dtype
     quantizes_input: bool = False
+    codebook: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -35,10 +38,37 @@ class PackedWeight:
         return len(self.values)
 
     @property
+    def columns(self) -> int:
+        """Inputs of the linear."""
+        return self.values.shape[1] * (2 if self.values.dtype == torch.uint8 else 1)
+
+    @property
+    def form(self) -> object:
+        """Weights of one input and one form may be joined."""
+        has_zeros = self.zeros is not None
+        kind = self.values.dtype, self.group_size, self.scales.shape[1], self.scales.dtype
+        return *kind, has_zeros, self.quantizes_input
+
+    @property
     def tensors(self) -> list[Tensor]:
-        """What takes memory."""
+        """What takes memory; a codebook is shared by all weights that have it."""
         found = (self.values, self.scales, self.zeros, self.order)
         return [each for each in found if each is not None]
+
+    def to(self, device: str) -> PackedWeight:
+        """The same there."""
+        zeros, order, codebook = (
+            None if each is None else each.to(device)
+            for each in (self.zeros, self.order, self.codebook)
+        )
+        return replace(
+            self,
+            values=self.values.to(device),
+            scales=self.scales.to(device),
+            zeros=zeros,
+            order=order,
+            codebook=codebook,
+        )
 
     def with_rows(self, convert: Callable[[Tensor], Tensor]) -> PackedWeight:
         """The same with rows picked or sorted by ``convert``."""
@@ -47,8 +77,46 @@ class PackedWeight:
         zeros = None if self.zeros is None else convert(self.zeros)
         return replace(self, values=values, scales=convert(self.scales), zeros=zeros)
 
+    def with_columns(self, ranges: Sequence[tuple[int, int]]) -> PackedWeight:
+        """The same with these columns only, from the first to the one behind the last of each;
+        `ValueError` where they do not begin and end with groups of one scale."""
+        if self.order is not None:
+            raise ValueError(
+                "its columns are ordered by activation (desc_act), and several ranks cannot hold "
+                "a part of them each; use tensor_parallel_size 1"
+            )
+        num_groups = self.scales.shape[1]
+        size = self.group_size if num_groups > 1 else 1
+        per_byte = 2 if self.values.dtype == torch.uint8 else 1
+        if any(edge % size or edge % per_byte for pair in ranges for edge in pair):
+            raise ValueError(
+                f"columns have scales in groups of {max(size, per_byte)}, and tensor_parallel_size "
+                f"would part them at {ranges[0][1] - ranges[0][0]}; use a smaller one"
+            )
+        values = _columns(self.values.view(torch.uint8), ranges, per_byte)
+        scales, zeros = self.scales, self.zeros
+        if num_groups > 1:
+            scales = _columns(scales, ranges, size)
+            zeros = None if zeros is None else _columns(zeros, ranges, size)
+        group_size = self.group_size if num_groups > 1 else values.shape[1] * per_byte
+        return replace(
+            self,
+            values=values.view(self.values.dtype),
+            scales=scales,
+            zeros=zeros,
+            group_size=group_size,
+        )
+
+
+def _columns(tensor: Tensor, ranges: Sequence[tuple[int, int]], size: int) -> Tensor:
+    """Those of ``ranges``, ``size`` of which are one of the tensor's."""
+    return torch.cat([tensor[:, start // size : end // size] for start, end in ranges], 1)
+
 
 Part: TypeAlias = Tensor | PackedWeight
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The numbers of FP4, by their codes (OCP Microscaling Formats 1.0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +174,12 @@ def _rows(part: Part, start: int, end: int) -> Part:
 def _is_alike(one: Part, other: Part) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor)
-    if one.order is None or other.order is None:
-        has_same_order = one.order is other.order
-    else:
-        has_same_order = torch.equal(one.order, other.order)
-    return has_same_order and _form(one) == _form(other)
+    is_same = _is_equal(one.order, other.order) and _is_equal(one.codebook, other.codebook)
+    return is_same and one.form == other.form
 
 
-def _form(part: PackedWeight) -> object:
-    has_zeros = part.zeros is not None
-    return part.values.dtype, part.group_size, part.scales.shape[1], has_zeros, part.quantizes_input
+def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 def _join_alike(parts: list[Part]) -> Part:
@@ -124,7 +188,12 @@ def _join_alike(parts: list[Part]) -> Part:
         return first
     if isinstance(first, Tensor):
         return torch.cat([each for each in parts if isinstance(each, Tensor)])
-    packed = [each for each in parts if isinstance(each, PackedWeight)]
+    return join_rows([each for each in parts if isinstance(each, PackedWeight)])
+
+
+def join_rows(packed: Sequence[PackedWeight]) -> PackedWeight:
+    """The rows of all, which have one form, order of columns and codebook."""
+    first = packed[0]
     zeros = [each.zeros for each in packed if each.zeros is not None]
     values = torch.cat([each.values.view(torch.uint8) for each in packed])
     return replace(

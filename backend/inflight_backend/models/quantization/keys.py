@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from inflight_backend.models.checkpoint_files import JsonReader
+
+NOT_QUANTISED = ("quant_method", "modules_to_not_convert", "ignored_layers")
+"""What every method may say; which linears are not quantised is seen by their tensors."""
 
 
 def check_keys(reader: JsonReader, *known: str) -> None:
@@ -35,3 +40,11 @@ def group_size(reader: JsonReader) -> int | None:
     if size == 0:
         reader.fail("group_size", "must be -1 or above 0, not 0")
     return None if size < 0 else size
+
+
+def check_pattern(reader: JsonReader, key: str, pattern: str) -> None:
+    """`CheckpointError` about ``key`` for what is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        reader.fail(key, f"has the pattern {pattern!r}, which is no regular expression: {error}")

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import gcd, prod
 
 from inflight_backend.errors import CheckpointError
 from inflight_backend.models.checkpoint_files import TensorHeader
+
+_OF_CODEBOOK = (
+    *("mxfp4", "mxfp4-blocks", "nvfp4", "modelopt-nvfp4", "bnb4"),
+    *("IQ4_NL", "IQ4_XS", "MXFP4"),
+)
+_KERNEL_COLUMNS = (
+    128  # the kernels pad to a multiple of it (inflight_kernels.ops.linear.quantized_linear)
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """How the weight [rows, columns] of a linear is kept: numbers of ``bits``, times scales.
 
-    ``layout``: how files have it (`stored`): "float8", "int8", "packed" (compressed-tensors),
-    "awq" or "gptq". ``group_size``: columns that share a scale (None: all), and ``block_rows`` rows
-    do. ``is_symmetric``: the number for zero is the middle one. ``has_order``: groups are not of
-    neighbouring columns. ``zero_offset`` is added to the numbers for zero in the file.
-    ``quantizes_input``: what the linear reads becomes 8-bit integers, with a scale per token.
-    ``scales``: the end of the name of the tensor that holds them.
+    ``layout``: how files have it (`stored`), of GGUF the type of its blocks. ``group_size``:
+    columns that share a scale (None: all), and ``block_rows`` rows do. ``is_symmetric``: the number
+    for zero is the middle one. ``has_order``: groups are not of neighbouring columns.
+    ``zero_offset`` is added to the numbers for zero in the file. ``quantizes_input``: what the
+    linear reads becomes numbers of the weight's type, with a scale per token (with groups: and
+    group); FP8 only where a device multiplies it. ``scales``: the end of the name of the tensor
+    that holds them.
     """
 
     layout: str
@@ -37,52 +47,181 @@ class Scheme:
         """True for FP8 (e4m3)."""
         return self.layout == "float8"
 
+    def stays_packed(self, backend: str) -> bool:
+        """Whether memory holds what the file does, for that ``attention_backend``. That in plain
+        torch has no product of FP8: widening it for each one takes ten times as long."""
+        return backend != "torch" or not self.is_float
+
+    @property
+    def has_codebook(self) -> bool:
+        """True if the numbers are indices of a table of 16."""
+        return self.layout in _OF_CODEBOOK
+
     @property
     def has_zeros(self) -> bool:
-        """Whether memory holds a number for zero for each scale. Of 4 bits always: the product on a
-        CPU (`linears`) takes scales and zeros in pairs."""
-        return self.bits == 4 or not self.is_symmetric
+        """Whether memory holds a number for zero for each scale. Of 4-bit integers always: the
+        product on a CPU (`linears`) takes scales and zeros in pairs."""
+        return not self.has_codebook and (self.bits == 4 or not self.is_symmetric)
+
+    def group_columns(self, columns: int) -> int:
+        """Neighbours of a row with one scale. The groups of bitsandbytes are of the rows one after
+        the other, so they may begin in one row and end in the next."""
+        if self.group_size is None:
+            return columns
+        return gcd(self.group_size, columns) if self.layout == "bnb4" else self.group_size
 
     def num_groups(self, columns: int) -> int:
         """Scales of a row."""
-        return 1 if self.group_size is None else -(-columns // self.group_size)
+        return -(-columns // self.group_columns(columns))
 
-    def num_bytes(self, rows: int, columns: int, dtype_bytes: int) -> int:
-        """Bytes that a weight takes in memory (`forms.PackedWeight`), without the order of its
-        columns; ``dtype_bytes``: of a number of the model."""
+    def num_bytes(self, rows: int, columns: int, dtype_bytes: int, backend: str) -> int:
+        """Bytes that a weight takes in memory, without the order of its columns: as
+        `forms.PackedWeight`, but kernels (``backend`` triton) pad its columns, and need no zeros
+        that are the middle number. ``dtype_bytes``: of a number of the model."""
+        has_kernels = backend == "triton"
+        is_middle = self.is_symmetric and self.layout != "Q3_K"  # whose numbers end at 7
         scale_bytes = 4 if self.is_float else dtype_bytes
-        per_group = scale_bytes * (2 if self.has_zeros else 1)
-        return rows * (columns * self.bits // 8 + self.num_groups(columns) * per_group)
+        per_group = scale_bytes * (2 if self.has_zeros and not (has_kernels and is_middle) else 1)
+        padding = -columns % _KERNEL_COLUMNS if has_kernels else 0
+        return rows * ((columns + padding) * self.bits // 8 + self.num_groups(columns) * per_group)
+
+
+AT_LOAD = ("int8", "int4")
+"""What unquantised checkpoints can be rounded to while they are loaded (`rounding`)."""
+
+_GROUP_SIZES = (128, 64, 32)
+
+
+def scheme_at_load(quantization: str, columns: int) -> Scheme | None:
+    """That of a weight with so many columns; None for other values of ``quantization``.
+
+    int8: a scale for each row. int4: groups of 128 columns, or of 64 or 32 if these divide them and
+    128 does not, else of all; each has the number that stands for 0 beside its scale, which takes
+    no more memory than the middle one would. Columns of an odd number cannot be packed: int8.
+    """
+    if quantization not in AT_LOAD:
+        return None
+    if quantization == "int8" or columns % 2:
+        return Scheme("int8", 8)
+    return Scheme("int4", 4, group_size=_group_size(columns), is_symmetric=False)
+
+
+def table_at_load(quantization: str, columns: int, *, is_head: bool) -> Scheme | None:
+    """The same of a table with a row for each token, which is int8 beside int4 too: few bits of it
+    show in every logit. A head has a scale for each row; rows that are looked up alone, which may
+    be those of all layers side by side, have groups like int4's."""
+    if quantization not in AT_LOAD:
+        return None
+    return Scheme("int8", 8, group_size=None if is_head else _group_size(columns))
+
+
+def _group_size(columns: int) -> int | None:
+    return next((each for each in _GROUP_SIZES if columns % each == 0), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The scheme of the linears that ``targets`` name: "Linear" (all others), exact names, and
-    patterns behind "re:"."""
+    """The scheme of the linears that ``targets`` name: "Linear" (all others), "Embedding", exact
+    names, and patterns behind "re:"."""
 
     scheme: Scheme
     targets: tuple[str, ...] = ("Linear",)
 
     def names(self, module: str) -> bool:
         """True if one of the targets is that linear, by its name or pattern."""
+        if "Embedding" in self.targets and _EMBEDDING.search(module):
+            return True
         return any(
             re.match(each[3:], module) is not None if each.startswith("re:") else each == module
             for each in self.targets
         )
 
 
-_MARKS = {"weight": ("F8_E4M3", "I8"), "weight_packed": ("I32",), "qweight": ("I32",)}
-"""Tensors that only a quantised linear has, and their types."""
+_EMBEDDING = re.compile(r"(^|[._])(embed|wte)[^.]*$")
+"""Names of embeddings, whose class targets may give."""
+
+
+_GROUPS_OF_32 = Scheme("", 4, group_size=32)
+GGUF_SCHEMES = {
+    name: replace(scheme, layout=name)
+    for name, scheme in {
+        "Q4_0": _GROUPS_OF_32,
+        "Q4_1": replace(_GROUPS_OF_32, is_symmetric=False),
+        "Q4_K": replace(_GROUPS_OF_32, is_symmetric=False),
+        "Q2_K": replace(_GROUPS_OF_32, group_size=16, is_symmetric=False),
+        "Q3_K": replace(_GROUPS_OF_32, group_size=16),
+        "Q5_0": replace(_GROUPS_OF_32, bits=8),
+        "Q5_1": replace(_GROUPS_OF_32, bits=8, is_symmetric=False),
+        "Q5_K": replace(_GROUPS_OF_32, bits=8, is_symmetric=False),
+        "Q6_K": replace(_GROUPS_OF_32, bits=8, group_size=16),
+        "Q8_0": replace(_GROUPS_OF_32, bits=8),
+        "IQ4_NL": _GROUPS_OF_32,
+        "IQ4_XS": _GROUPS_OF_32,
+        "MXFP4": _GROUPS_OF_32,
+    }.items()
+}
+"""By type: how memory holds the numbers of GGUF's blocks (`blocks`). Numbers of 2 and 3 bits take
+4, those of 5 and 6 take 8."""
+
+_MARKS: dict[tuple[str, str], tuple[str, ...]] = {
+    (".weight", "F8_E4M3"): ("float8",),
+    (".weight", "I8"): ("int8", "bnb8"),
+    (".weight.absmax", "F32"): ("bnb4",),
+    (".weight.absmax", "U8"): ("bnb4",),
+    (".weight_packed", "I32"): ("packed",),
+    (".weight", "U8"): ("modelopt-nvfp4", "bnb4"),
+    (".weight_packed", "U8"): ("mxfp4", "nvfp4"),
+    (".qweight", "I32"): ("awq", "gptq"),
+    ("_blocks", "U8"): ("mxfp4-blocks",),
+}
+"""Tensors that only a quantised linear has, by the ends of their names and their types, and the
+layouts that have them."""
+_STACKS = {"F8_E4M3": ("float8",), "U8": ("modelopt-nvfp4",)}
+"""The same of stacked experts, which are a parameter beside its scales."""
+_STACK_SCALES = ("scale_inv", "weight_scale", "scale")
+
+
+def _marks(name: str, headers: Mapping[str, TensorHeader]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Ends of that name, and the layouts that it may be of."""
+    header = headers[name]
+    for (end, dtype), layouts in _MARKS.items():
+        if header.dtype == dtype and name.endswith(end):
+            yield end, layouts
+    is_stack = len(header.shape) == 3 and header.dtype in _STACKS
+    if is_stack and any(f"{name}_{end}" in headers for end in _STACK_SCALES):
+        yield "", _STACKS[header.dtype]
+
+
+def _name_of_scales(headers: Mapping[str, TensorHeader], module: str, default: str) -> str:
+    """Tools call them differently: the end of the name in this file."""
+    names = {"weight_scale_inv": f"{module}.weight_scale_inv"}
+    names |= {end: f"{module}_{end}" for end in _STACK_SCALES}
+    return next((end for end, name in names.items() if name in headers), default)
+
+
+def _block_size(headers: Mapping[str, TensorHeader], module: str) -> int:
+    """Of bitsandbytes, as the number of scales tells it: the smallest power of two that fits."""
+    weight, scales = (headers.get(f"{module}.weight{end}") for end in ("", ".absmax"))
+    if weight is None or scales is None:
+        return _USUAL_BLOCK  # what is missing is told later
+    numbers, count = 2 * weight.num_bytes, prod(scales.shape)
+    sizes = (2**power for power in range(4, 13))
+    return next((size for size in sizes if -(-numbers // size) <= count), _USUAL_BLOCK)
+
+
+_USUAL_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """``rules`` of ``quantization_config``; ``modules``: the quantised linears of the checkpoint by
-    name, known once its headers are (`found_in`)."""
+    name, known once its headers are (`found_in`). ``kv_cache``: "fp8" or "int8", the type of the KV
+    cache that the checkpoint was made for."""
 
     name: str
     rules: tuple[Rule, ...]
     modules: Mapping[str, Scheme] = field(default_factory=dict)
+    kv_cache: str | None = None
 
     def found_in(self, headers: Mapping[str, TensorHeader]) -> Quantization:
         """The same with ``modules``. Which linears are quantised is seen by their tensors: what
@@ -90,22 +229,27 @@ class Quantization:
         that a checkpoint need not have. `CheckpointError` for a linear without a rule."""
         modules = {}
         for name, header in headers.items():
-            module, _, kind = name.rpartition(".")
-            if header.dtype in _MARKS.get(kind, ()):
-                scheme = self._scheme_of(module)
+            if name.endswith(".weight") and header.dtype in GGUF_SCHEMES:
+                modules[name.removesuffix(".weight")] = GGUF_SCHEMES[header.dtype]
+            for end, layouts in _marks(name, headers):
+                module = name.removesuffix(end)
+                scheme = self._scheme_of(module, layouts)
                 if scheme is None:
                     raise CheckpointError(
-                        f"{header.file}: {name} is quantised, and quantization_config does not say "
-                        "how: no target of its config_groups fits"
+                        f"{header.file}: {name} is {header.dtype}, and quantization_config does "
+                        "not say how it is quantised: none of its schemes is for it"
                     )
-                if scheme.is_float and f"{module}.weight_scale_inv" in headers:
-                    scheme = replace(scheme, scales="weight_scale_inv")
+                if scheme.is_float:
+                    scheme = replace(scheme, scales=_name_of_scales(headers, module, scheme.scales))
+                if scheme.layout == "bnb4":
+                    scheme = replace(scheme, group_size=_block_size(headers, module))
                 modules[module] = scheme
         return replace(self, modules=modules)
 
-    def _scheme_of(self, module: str) -> Scheme | None:
-        if len(self.rules) == 1:
-            return self.rules[0].scheme
-        named = (rule.scheme for rule in self.rules if rule.names(module))
-        others = (rule.scheme for rule in self.rules if "Linear" in rule.targets)
+    def _scheme_of(self, module: str, layouts: tuple[str, ...]) -> Scheme | None:
+        """Of the rules for such tensors: that which names the module, or is for all, or is the
+        only one."""
+        rules = [rule for rule in self.rules if rule.scheme.layout in layouts]
+        named = (rule.scheme for rule in rules if rule.names(module))
+        others = (rule.scheme for rule in rules if "Linear" in rule.targets or len(rules) == 1)
         return next(named, None) or next(others, None)

@@ -1,27 +1,32 @@
-"""Which tensors a linear has in the files of a checkpoint, by its scheme; read without torch."""
+"""Which tensors a linear has in the files of a checkpoint, by its scheme: their names, shapes and
+types, for ``inflight plan`` without torch. What is in them is in `unpacking`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inflight_backend.models.quantization.schemes import Scheme
+from inflight_backend.models.quantization.schemes import GGUF_SCHEMES, Scheme
 
 _Shape = tuple[int, ...]
 WIDE = ("F32", "F16", "BF16")
 """Types of weights that are not quantised."""
-_SCALES = (*WIDE, "F8_E8M0")
+_EXPONENTS = ("U8", "F8_E8M0")
+"""Types of scales that are powers of two."""
 
 PASSED_OVER = (
-    r".*\.(input_scale|input_zero_point|activation_scale|weight_shape|weight_zero_point|g_idx)",
-    r".*\.(weight_g_idx|[qkv]_scale|[qkv]_zero_point|[kv]_proj\.output_scale)",
+    r".*[._](input_scale|input_global_scale|activation_scale|input_zero_point)",
+    r".*\.(weight_shape|weight_zero_point|g_idx|weight_g_idx)",
+    r".*\.([qkv]_scale|kv_scale|[qkv]_zero_point|[qkv]_global_scale|[kv]_proj\.output_scale)",
 )
 """Tensors of quantised linears that are not needed: scales that were measured for their inputs,
-which have one per token here, and for a KV cache in FP8; what symmetric schemes write of zeros."""
+which have one per token here, and for a KV cache where it is not one of 8 bits; what symmetric
+schemes write of zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as a file may have it: the one of ``shapes`` that is usual comes first."""
+    """A tensor as a file may have it: the one of ``shapes`` that is usual comes first; any if there
+    are none."""
 
     shapes: tuple[_Shape, ...]
     dtypes: tuple[str, ...] = WIDE
@@ -39,7 +44,7 @@ def _float8(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
         scales = ((-(-rows // scheme.block_rows), scheme.num_groups(columns)),)
     return {
         "weight": Stored(((rows, columns),), ("F8_E4M3",)),
-        scheme.scales: Stored(scales, _SCALES),
+        scheme.scales: Stored(scales, (*WIDE, *_EXPONENTS)),
     }
 
 
@@ -75,6 +80,41 @@ def _packed(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
     return stored
 
 
+def _mxfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
+    return {
+        "weight_packed": Stored(((rows, columns // 2),), ("U8",)),
+        "weight_scale": Stored(((rows, scheme.num_groups(columns)),), _EXPONENTS),
+    }
+
+
+def _mxfp4_blocks(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
+    """The experts of gpt-oss."""
+    assert scheme.group_size is not None
+    groups = scheme.num_groups(columns)
+    return {
+        "blocks": Stored(((rows, groups, scheme.group_size // 2),), ("U8",)),
+        "scales": Stored(((rows, groups),), _EXPONENTS),
+    }
+
+
+def _nvfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
+    """Scales of groups, which a scale of the whole weight divides."""
+    return {
+        "weight_packed": Stored(((rows, columns // 2),), ("U8",)),
+        "weight_scale": Stored(((rows, scheme.num_groups(columns)),), ("F8_E4M3",)),
+        "weight_global_scale": Stored(((1,), ()), ("F32",)),
+    }
+
+
+def _modelopt_nvfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
+    """The same, multiplied by it."""
+    return {
+        "weight": Stored(((rows, columns // 2),), ("U8",)),
+        "weight_scale": Stored(((rows, scheme.num_groups(columns)),), ("F8_E4M3",)),
+        "weight_scale_2": Stored(((), (1,)), ("F32",)),
+    }
+
+
 def _awq(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
     """Transposed, and packed along the outputs."""
     groups, words = scheme.num_groups(columns), _words(rows, scheme.bits)
@@ -96,9 +136,58 @@ def _gptq(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
     }
 
 
+def _bnb4(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
+    """NF4 and FP4 of bitsandbytes: bytes, or as many in words of another type; scales may be
+    quantised themselves."""
+    assert scheme.group_size is not None
+    count = rows * columns
+    groups = -(-count // scheme.group_size)
+    stored = {
+        "weight": Stored(
+            tuple((count // 2 // size, 1) for size in (1, 2, 4)), ("U8", "I8", "BF16", "F16", "F32")
+        ),
+        "weight.absmax": Stored(((groups,),), ("F32", "U8")),
+        "weight.quant_map": Stored(((16,),)),
+        "weight.nested_absmax": Stored((), is_optional=True),
+        "weight.nested_quant_map": Stored(((256,),), is_optional=True),
+    }
+    for kind in ("nf4", "fp4"):
+        stored[f"{QUANT_STATE}{kind}"] = Stored((), ("U8",), is_optional=True)
+    return stored
+
+
+QUANT_STATE = "weight.quant_state.bitsandbytes__"
+
+
+def _bnb8(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
+    return {
+        "weight": Stored(((rows, columns),), ("I8",)),
+        "SCB": Stored(((rows,),), ("F32",)),
+        "weight_format": Stored(((),), ("U8",), is_optional=True),
+    }
+
+
 def _words(count: int, bits: int) -> int:
     """Words of 32 bits for so many numbers."""
     return -(-count * bits // 32)
 
 
-_LAYOUTS = {"float8": _float8, "int8": _int8, "packed": _packed, "awq": _awq, "gptq": _gptq}
+def _blocks(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
+    """Scales lie in the blocks."""
+    return {"weight": Stored(((rows, columns),), (scheme.layout,))}
+
+
+_LAYOUTS = {
+    "float8": _float8,
+    "int8": _int8,
+    "packed": _packed,
+    "mxfp4": _mxfp4,
+    "mxfp4-blocks": _mxfp4_blocks,
+    "nvfp4": _nvfp4,
+    "modelopt-nvfp4": _modelopt_nvfp4,
+    "bnb4": _bnb4,
+    "bnb8": _bnb8,
+    "awq": _awq,
+    "gptq": _gptq,
+    **dict.fromkeys(GGUF_SCHEMES, _blocks),
+}

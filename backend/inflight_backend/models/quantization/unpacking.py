@@ -1,14 +1,19 @@
-"""Makes a `PackedWeight` of the tensors that a file has of a linear."""
+"""Makes a `PackedWeight` of the tensors that a file has of a linear: the order of their bits, and
+what becomes of scales. Which tensors those are is in `stored`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from inflight_backend.models.quantization.forms import PackedWeight
-from inflight_backend.models.quantization.schemes import Scheme
+from inflight_backend.models.checkpoint_files import JsonReader
+from inflight_backend.models.quantization.blocks import unpack_blocks
+from inflight_backend.models.quantization.forms import E2M1, PackedWeight
+from inflight_backend.models.quantization.schemes import GGUF_SCHEMES, Scheme
+from inflight_backend.models.quantization.stored import QUANT_STATE
 from inflight_kernels import reference
 
 
@@ -17,6 +22,8 @@ def unpack(
 ) -> PackedWeight:
     """``tensors`` by the ends of their names (`stored`), for a weight of ``shape`` in a model of
     ``dtype``; `CheckpointError` says what numbers cannot be."""
+    if scheme.layout in GGUF_SCHEMES:
+        return unpack_blocks(scheme, tensors["weight"], dtype)
     return _LAYOUTS[scheme.layout](scheme, tensors, shape, dtype)
 
 
@@ -24,13 +31,21 @@ def _float8(
     scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
 ) -> PackedWeight:
     rows, columns = shape
-    scales = tensors[scheme.scales].float()
+    scales = _powers(tensors[scheme.scales]).float()
     if scheme.group_size is None:
         scales = _row_scales(scales, rows)
     else:
         scales = scales.repeat_interleave(scheme.block_rows, dim=0)[:rows]
     group_size = scheme.group_size or columns
-    return PackedWeight(tensors["weight"], scales.contiguous(), None, None, group_size, dtype)
+    return PackedWeight(
+        tensors["weight"],
+        scales.contiguous(),
+        None,
+        None,
+        group_size,
+        dtype,
+        quantizes_input=scheme.quantizes_input,
+    )
 
 
 def _int8(
@@ -58,6 +73,89 @@ def _packed(
         zeros = unpack_words(tensors["weight_zero_point"].t(), scheme.bits).t()[:rows]
     scales = _row_scales(tensors["weight_scale"], rows)
     return _integers(scheme, values, scales, zeros, tensors.get("weight_g_idx"), dtype)
+
+
+def _mxfp4(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    return _codes(scheme, tensors["weight_packed"], tensors["weight_scale"], dtype)
+
+
+def _mxfp4_blocks(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    return _codes(scheme, tensors["blocks"].flatten(1), tensors["scales"], dtype)
+
+
+def _nvfp4(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    scales = tensors["weight_scale"].float() / tensors["weight_global_scale"]
+    return _codes(scheme, tensors["weight_packed"], scales, dtype)
+
+
+def _modelopt_nvfp4(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    scales = tensors["weight_scale"].float() * tensors["weight_scale_2"]
+    return _codes(scheme, tensors["weight"], scales, dtype)
+
+
+def _codes(scheme: Scheme, values: Tensor, scales: Tensor, dtype: torch.dtype) -> PackedWeight:
+    """values [rows, columns / 2] with the lower column in the low bits, scales [rows, groups]."""
+    scales = _powers(scales).to(dtype).contiguous()
+    assert scheme.group_size is not None
+    size = scheme.group_size
+    return PackedWeight(
+        values.contiguous(), scales, None, None, size, dtype, codebook=E2M1.to(values.device)
+    )
+
+
+def _powers(scales: Tensor) -> Tensor:
+    """Bytes are exponents of two (E8M0)."""
+    return scales.view(torch.float8_e8m0fnu).float() if scales.dtype == torch.uint8 else scales
+
+
+def _bnb4(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    """The high bits come first."""
+    (rows, columns), size = shape, scheme.group_size
+    assert size is not None
+    values = tensors["weight"].contiguous().view(torch.uint8).reshape(rows, columns // 2)
+    values = (values << 4) | (values >> 4)
+    own = scheme.group_columns(columns)
+    scales = _absmax(tensors).repeat_interleave(size // own)[: rows * columns // own]
+    scales = scales.view(rows, -1).to(dtype)
+    codebook = tensors["weight.quant_map"].float()
+    return PackedWeight(values, scales, None, None, own, dtype, codebook=codebook)
+
+
+def _absmax(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The largest number of each block; quantised with a table of their own, if they are bytes."""
+    scales = tensors["weight.absmax"]
+    if scales.dtype != torch.uint8:
+        return scales
+    state = next((each for end, each in tensors.items() if end.startswith(QUANT_STATE)), None)
+    if state is None or not {"weight.nested_absmax", "weight.nested_quant_map"} <= tensors.keys():
+        raise ValueError("its absmax are quantised, and the tensors that say how are missing")
+    found = json.loads(bytes(state.tolist()))
+    said = JsonReader(found if isinstance(found, dict) else {}, "quant_state")
+    wide = tensors["weight.nested_quant_map"].float()[scales.int()]
+    blocks = (
+        tensors["weight.nested_absmax"].float().repeat_interleave(said.integer("nested_blocksize"))
+    )
+    return wide * blocks[: len(wide)] + said.number("nested_offset")
+
+
+def _bnb8(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    """Scales are the largest number of each row."""
+    if "weight_format" in tensors and int(tensors["weight_format"]) != 0:
+        raise ValueError("its weight_format is not 0: the rows are not as they are multiplied")
+    scales = (tensors["SCB"] / 127).view(-1, 1).to(dtype)
+    return PackedWeight(tensors["weight"], scales, None, None, shape[1], dtype)
 
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -138,7 +236,7 @@ def _order(groups: Tensor, group_size: int) -> Tensor | None:
 def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
     """int32 [rows, n] -> uint8 [rows, n * 32 / bits]: the numbers of each word, the low bits first;
     with ``order`` number ``i`` of a word is at bit ``bits * order[i]``."""
-    places = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
+    places = torch.tensor(order or range(32 // bits), dtype=torch.int32, device=words.device) * bits
     numbers = (words[..., None] >> places) & (2**bits - 1)
     unpacked: Tensor = numbers.to(torch.uint8).flatten(-2)
     return unpacked
@@ -151,4 +249,16 @@ def _row_scales(scales: Tensor, rows: int) -> Tensor:
     return scales.reshape(-1, 1).expand(rows, 1).contiguous()
 
 
-_LAYOUTS = {"float8": _float8, "int8": _int8, "packed": _packed, "awq": _awq, "gptq": _gptq}
+_LAYOUTS = {
+    "float8": _float8,
+    "int8": _int8,
+    "packed": _packed,
+    "mxfp4": _mxfp4,
+    "mxfp4-blocks": _mxfp4_blocks,
+    "nvfp4": _nvfp4,
+    "modelopt-nvfp4": _modelopt_nvfp4,
+    "bnb4": _bnb4,
+    "bnb8": _bnb8,
+    "awq": _awq,
+    "gptq": _gptq,
+}

@@ -1,0 +1,190 @@
+"""All layers of a step of generations as one program: threads are called once a step, not once an
+op, and Python has nothing to do in between.
+
+It has the kernels of the ops and of the attention, in their order, so its numbers are theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight_backend.models.attention import AttentionStep
+from inflight_backend.models.blocks.attention import Attention
+from inflight_backend.models.blocks.lora import AdaptedLinear
+from inflight_backend.models.blocks.mlp import Mlp
+from inflight_backend.models.compiled.attention import CompiledAttention, GenerationStep
+from inflight_backend.models.compiled.linears import StagedLinear
+from inflight_backend.models.ops import LayerParts
+from inflight_kernels.cpu.attention import STEP_COLUMNS, StepNumbers, attention_stage
+from inflight_kernels.cpu.elementwise import add_rms_norm_stage, rms_norm_stage, silu_mul_stage
+from inflight_kernels.cpu.program import Program
+from inflight_kernels.cpu.threads import Stage
+
+_LEAST_ROWS = 8
+_FEW_PRODUCTS = 1 << 20
+"""Of numbers: one thread is done with them before threads have met at the end of each stage."""
+
+
+def join_layers(
+    layers: Sequence[LayerParts], final_norm: Tensor, eps: float
+) -> JoinedLayers | None:
+    """Layers of the block "pre" with RMS norms; None if one of them has a part that no kernel
+    does."""
+    return JoinedLayers(layers, final_norm, eps) if all(map(_can_join, layers)) else None
+
+
+def _can_join(layer: LayerParts) -> bool:
+    attention, mlp = layer.attention, layer.mlp
+    if not (isinstance(attention, Attention) and isinstance(mlp, Mlp)):
+        return False
+    linears = map(_plain, (attention.qkv, attention.output, mlp.up, mlp.down))
+    are_staged = all(isinstance(each, StagedLinear) and each.has_stage for each in linears)
+    return attention.is_plain and mlp.is_silu and are_staged
+
+
+def _plain(linear: Any) -> Any:
+    """Without what adapters do to it."""
+    return linear.linear if isinstance(linear, AdaptedLinear) else linear
+
+
+class JoinedLayers:
+    """See `Ops.join_layers`."""
+
+    def __init__(self, layers: Sequence[LayerParts], final_norm: Tensor, eps: float) -> None:
+        self._layers, self._final_norm, self._eps = layers, final_norm, eps
+        linears = [
+            linear
+            for layer in layers
+            for linear in (
+                layer.attention.qkv, layer.attention.output, layer.mlp.up, layer.mlp.down
+            )
+        ]  # fmt: skip
+        self._adapted = [each for each in linears if isinstance(each, AdaptedLinear)]
+        norms = [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm)]
+        self._norm_types = {each.dtype for each in (*norms, final_norm)}
+        self._program: _LayersProgram | None = None
+        self._lock = threading.Lock()  # there is one memory between the stages
+
+    def __call__(self, x: Tensor, step: AttentionStep, rows: Tensor | None) -> Tensor | None:
+        """See `Ops.join_layers`."""
+        if not isinstance(step, GenerationStep) or not len(x) or self._norm_types != {x.dtype}:
+            return None
+        if self._adapted and any(each.has_rows for each in self._adapted):
+            return None
+        with self._lock:
+            program = self._program
+            if program is None or not program.takes(x, step.backend):
+                num_rows = max(1 << (len(x) - 1).bit_length(), _LEAST_ROWS)
+                program = self._program = None  # its memory first
+                program = self._program = _LayersProgram(
+                    self._layers, self._final_norm, self._eps, step.backend, x, num_rows
+                )
+            return program.run(x, step, rows)
+
+
+class _LayersProgram:
+    """For up to ``num_rows`` rows like those of x, over one KV pool."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerParts],
+        final_norm: Tensor,
+        eps: float,
+        backend: CompiledAttention,
+        x: Tensor,
+        num_rows: int,
+    ) -> None:
+        self._backend, self._num_rows = backend, num_rows
+        self._memory: dict[tuple[str, int], Tensor] = {}
+        self._dtype = x.dtype
+        self._num_products = 0  # of a row
+        self._head_norms: list[Tensor | None] = []  # in the type that stages read
+        size = x.shape[1]
+        self._entered = self._make("entered", size)
+        normed, added = self._make("normed", size), self._make("added", size)
+        totals = self._make("total", size), self._make("other total", size)
+        stages = [rms_norm_stage(self._entered, layers[0].input_norm, eps, normed)]
+        residual, self._attending = self._entered, list[int]()
+        following = [each.input_norm for each in layers[1:]]
+        for layer, next_norm in zip(layers, [*following, final_norm], strict=True):
+            found = self._attend(layer.attention, normed, stages)
+            stages.append(self._multiply(layer.attention.output, found, added))
+            stages.append(
+                add_rms_norm_stage(added, residual, layer.mlp_norm, eps, normed, totals[0])
+            )
+            inner = self._make("inner", _plain(layer.mlp.up).num_rows)
+            gated = self._make("gated", inner.shape[1] // 2)
+            stages.append(self._multiply(layer.mlp.up, normed, inner))
+            stages.append(silu_mul_stage(inner, gated))
+            stages.append(self._multiply(layer.mlp.down, gated, added))
+            residual = totals[1]
+            stages.append(add_rms_norm_stage(added, totals[0], next_norm, eps, normed, residual))
+        self._normed = normed
+        groups = backend.pool.layout.groups
+        self._groups = np.array([groups[each.attention.index] for each in layers])
+        self._program = Program(stages)
+
+    def _make(self, name: str, size: int) -> Tensor:
+        """Memory of that name for rows of a size, the same one for all layers."""
+        found = self._memory.get((name, size))
+        if found is None:
+            found = self._memory[name, size] = torch.empty(self._num_rows, size, dtype=self._dtype)
+        return found
+
+    def _multiply(self, linear: Any, x: Tensor, out: Tensor) -> Stage:
+        self._num_products += x.shape[1] * out.shape[1]
+        stage: Stage = _plain(linear).stage(x, out)
+        return stage
+
+    def _attend(self, attention: Attention, normed: Tensor, stages: list[Stage]) -> Tensor:
+        """The stages up to what heads find."""
+        index, backend = attention.index, self._backend
+        layer, parameters = backend.layers[index], attention.parameters
+        assert layer is not None, "it attends"
+        query_norm, key_norm = (
+            None if each is None else each.float()
+            for each in (parameters.query_norm, parameters.key_norm)
+        )
+        self._head_norms += (query_norm, key_norm)
+        heads = self._make("heads", _plain(attention.qkv).num_rows)
+        found = self._make("found", layer.num_heads * layer.head_dim)
+        stages.append(self._multiply(attention.qkv, normed, heads))
+        self._attending.append(len(stages))
+        stages.append(
+            attention_stage(
+                layer,
+                heads.view(self._num_rows, -1, layer.head_dim),
+                *backend.pool.layer(index),
+                StepNumbers(0, 0, 0, 0),
+                query_norm,
+                key_norm,
+                parameters.sinks,
+                found,
+            )
+        )
+        return found
+
+    def takes(self, x: Tensor, backend: CompiledAttention) -> bool:
+        """Whether it has room for these rows, and is over that pool."""
+        return backend is self._backend and len(x) <= self._num_rows
+
+    def run(self, x: Tensor, step: GenerationStep, rows: Tensor | None) -> Tensor:
+        """See `Ops.join_layers`."""
+        inputs, num_rows = step.inputs, len(x)
+        self._entered[:num_rows].copy_(x)
+        by_group = np.array(
+            [
+                StepNumbers.of(table, inputs.context_lengths, slots)
+                for table, slots in zip(inputs.block_tables, inputs.slot_mapping, strict=True)
+            ]
+        )
+        self._program.numbers[self._attending, STEP_COLUMNS] = by_group[self._groups]
+        self._program.run(num_rows, is_small=num_rows * self._num_products < _FEW_PRODUCTS)
+        hidden = self._normed[:num_rows]
+        return hidden.clone() if rows is None else hidden[rows]

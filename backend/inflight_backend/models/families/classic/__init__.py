@@ -1,0 +1,1 @@
+"""Families from before Llama: learned positions, ALiBi, interleaved or partial rotations."""

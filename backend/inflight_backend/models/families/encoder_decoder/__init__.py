@@ -1,0 +1,1 @@
+"""Families with an encoder that reads the prompt."""

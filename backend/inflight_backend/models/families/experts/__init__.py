@@ -1,0 +1,1 @@
+"""Mixtures of experts, but those of a line that has dense models too."""

@@ -1,0 +1,1 @@
+"""Several ranks that run one model: the worker processes, and the first rank that leads them."""

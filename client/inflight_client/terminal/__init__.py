@@ -1,0 +1,1 @@
+"""What a person does in a terminal: chat, look on, measure."""

@@ -1,0 +1,1 @@
+"""``/v1/responses``: `request` makes a chat of a body, `writer` a response of its answer."""

@@ -1,0 +1,407 @@
+"""Generation attention over the paged cache, with the turning of heads and the write of the new
+key and value: what one layer does for one new token of each sequence.
+
+Options mean what they do in `inflight_kernels.reference`. A piece of work is one key head of one
+sequence, with the query heads that read it: it turns them, keeps its own key and value, and goes
+over the blocks of the sequence, a softmax that is corrected with each block.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import carray, njit, types
+from torch import Tensor
+
+from inflight_kernels.cpu.intrinsics import (
+    FAST,
+    array_at,
+    exp,
+    finish_piece,
+    get,
+    put,
+    rounded,
+    take_next,
+)
+from inflight_kernels.cpu.threads import Kernel, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What stays the same of a layer. ``cos_sin`` [positions, D] float32, None: heads do not turn.
+    ``query_norm`` and ``key_norm`` [D]: RMS norms of heads, before they turn or after it.
+    ``has_values``: without, keys are the values; ``has_own``: without, nothing is written."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    cos_sin: Tensor | None = None
+    slopes: Tensor | None = None
+    norm_eps: float = 0.0
+    is_norm_after_rope: bool = False
+    has_values: bool = True
+    has_own: bool = True
+
+
+def attend_generations(
+    layer: LayerAttention,
+    heads: Tensor,  # [B, H + 2 * KVH, D]: query, key and value, as far as there are
+    keys: Tensor,  # [num_blocks, tokens_per_block, KVH, D], the last two dimensions contiguous
+    values: Tensor,  # of the same strides
+    block_tables: Tensor,  # [B, max_blocks] int32
+    context_lengths: Tensor,  # [B] int32: with the new token
+    slot_mapping: Tensor,  # [B] int64; -1: not kept
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    sinks: Tensor | None,  # [H] float32
+) -> Tensor:
+    """The answer [B, H, D], of the dtype of ``heads`` and the caches."""
+    heads = heads.contiguous()
+    # Those with an offset in them are float32 in any case.
+    query_norm, key_norm = (
+        None if each is None else each.float() for each in (query_norm, key_norm)
+    )
+    out = torch.empty(len(heads), layer.num_heads, layer.head_dim, dtype=heads.dtype)
+    step = StepNumbers.of(block_tables, context_lengths, slot_mapping)
+    attention_stage(layer, heads, keys, values, step, query_norm, key_norm, sinks, out).run()
+    return out
+
+
+class StepNumbers(NamedTuple):
+    """What changes from step to step: an address of block tables, how far apart their rows are,
+    addresses of context lengths and slots. They follow the number of sequences in a stage."""
+
+    tables: int
+    table_stride: int
+    lengths: int
+    slots: int
+
+    @classmethod
+    def of(cls, block_tables: Tensor, context_lengths: Tensor, slot_mapping: Tensor) -> StepNumbers:
+        """Of tensors as `attend_generations` has them."""
+        return cls(
+            block_tables.data_ptr(),
+            block_tables.stride(0),
+            context_lengths.data_ptr(),
+            slot_mapping.data_ptr(),
+        )
+
+
+STEP_COLUMNS = slice(3, 7)
+"""Where a `Program` has them."""
+
+
+def attention_stage(
+    layer: LayerAttention,
+    heads: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    step: StepNumbers,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> Stage:
+    """`attend_generations` into ``out``; it and ``heads`` are contiguous, norms float32."""
+    cos_sin, slopes, width = layer.cos_sin, layer.slopes, heads.itemsize
+    numbers = (
+        len(heads),
+        *step,
+        heads.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr() if layer.has_values else 0,
+        out.data_ptr(),
+        0 if cos_sin is None else cos_sin.data_ptr(),
+        0 if query_norm is None else query_norm.data_ptr(),
+        0 if key_norm is None else key_norm.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        0 if slopes is None else slopes.data_ptr(),
+        keys.stride(0) * width,
+        keys.stride(1) * width,
+        keys.shape[1],
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_dim,
+        heads.shape[1],
+        layer.window or 0,
+        layer.chunk or 0,
+        layer.is_norm_after_rope,
+        layer.has_own,
+    )
+    options = (layer.scale, layer.softcap or 0.0, layer.norm_eps)
+    return Stage(_kernel(heads.dtype == torch.bfloat16), numbers, options)
+
+
+@njit(**FAST)
+def _norm(head, weight, eps, like):
+    """A head [D] normed over itself, rounded as in memory."""
+    squares = np.float32(0.0)
+    for i in range(len(head)):
+        squares += head[i] * head[i]
+    scale = np.float32(1.0) / np.sqrt(squares / np.float32(len(head)) + np.float32(eps))
+    for i in range(len(head)):
+        head[i] = rounded(rounded(head[i] * scale, like) * get(weight, i), like)
+
+
+@njit(**FAST)
+def _turn(head, cos_sin):
+    half = len(head) // 2
+    for i in range(half):
+        low, high = head[i], head[half + i]
+        cos, sin = cos_sin[i], cos_sin[half + i]
+        head[i] = low * cos - high * sin
+        head[half + i] = high * cos + low * sin
+
+
+@njit(**FAST)
+def _prepare(address, norm_weight, table, position, eps, is_norm_last, head, like):
+    """The head at ``address`` widened, normed and turned, into ``head``."""
+    size = len(head)
+    stored = array_at(address, size, like)
+    for i in range(size):
+        head[i] = get(stored, i)
+    if norm_weight != 0 and not is_norm_last:
+        _norm(head, array_at(norm_weight, size, np.float32(0)), eps, like)
+    if table != 0:
+        _turn(head, array_at(table + position * size * 4, size, np.float32(0)))
+    if norm_weight != 0 and is_norm_last:
+        _norm(head, array_at(norm_weight, size, np.float32(0)), eps, like)
+    for i in range(size):
+        head[i] = rounded(head[i], like)
+
+
+@njit(**FAST)
+def _score(address, stride, count, query, row, scores, like):
+    """Products of every query head with ``count`` keys."""
+    group, size = query.shape
+    for token in range(count):
+        key = array_at(address + token * stride, size, like)
+        for i in range(size):
+            row[i] = get(key, i)
+        for head in range(group):
+            total = np.float32(0.0)
+            for i in range(size):
+                total += query[head, i] * row[i]
+            scores[head, token] = total
+
+
+@njit(**FAST)
+def _weigh(scores, count, scale, softcap, slope, distance):
+    """Scores of one head, the first at ``distance`` from the query: capped, and biased."""
+    for token in range(count):
+        number = scores[token] * scale
+        if softcap > 0:
+            number = softcap - np.float32(2.0) * softcap / (
+                exp(np.float32(2.0) * number / softcap) + np.float32(1.0)
+            )
+        scores[token] = number + slope * (distance + np.float32(token))
+
+
+@njit(**FAST)
+def _soften(scores, count, peak):
+    """Weights of one head's scores; their sum."""
+    total = np.float32(0.0)
+    for token in range(count):
+        scores[token] = exp(scores[token] - peak)
+        total += scores[token]
+    return total
+
+
+@njit(**FAST)
+def _add_values(address, stride, count, scores, row, sums, like):
+    group, size = sums.shape
+    for token in range(count):
+        value = array_at(address + token * stride, size, like)
+        for i in range(size):
+            row[i] = get(value, i)
+        for head in range(group):
+            weight = scores[head, token]
+            for i in range(size):
+                sums[head, i] += weight * row[i]
+
+
+@njit(**FAST)
+def _write(head, address, like):
+    stored = array_at(address, len(head), like)
+    for i in range(len(head)):
+        put(stored, i, head[i])
+
+
+class _Call(NamedTuple):
+    """What the kernel was called with, in the order of `attention_stage`: addresses, strides in
+    bytes (of tables in entries), sizes, options."""
+
+    num_sequences: int
+    tables: int
+    table_stride: int
+    lengths: int
+    slots: int
+    heads: int
+    keys: int
+    values: int
+    out: int
+    cos_sin: int
+    query_norm: int
+    key_norm: int
+    sinks: int
+    slopes: int
+    block_stride: int
+    token_stride: int
+    tokens_per_block: int
+    num_heads: int
+    num_kv_heads: int
+    size: int
+    num_given: int
+    window: int
+    chunk: int
+    is_norm_last: int
+    has_own: int
+
+
+@njit(**FAST)
+def _keep_own(call, sequence, kv_head, position, eps, row, width, like):
+    """Write the key and the value of the new token, unless it has no place."""
+    slot = array_at(call.slots, call.num_sequences, np.int64(0))[sequence]
+    if slot < 0:
+        return
+    at = slot // call.tokens_per_block * call.block_stride
+    at += slot % call.tokens_per_block * call.token_stride + kv_head * call.size * width
+    number = sequence * call.num_given + call.num_heads + kv_head
+    key = call.heads + number * call.size * width
+    _prepare(key, call.key_norm, call.cos_sin, position, eps, call.is_norm_last, row, like)
+    _write(row, call.keys + at, like)
+    if call.values != 0:
+        _prepare(key + call.num_kv_heads * call.size * width, 0, 0, 0, eps, 0, row, like)
+        _write(row, call.values + at, like)
+
+
+@njit(**FAST)
+def _begin(call, sequence, kv_head, position, eps, query, softmax, width, like):
+    """Turn the query heads of a key head; what they have seen is nothing but their sinks."""
+    sums, peaks, totals = softmax
+    group = len(query)
+    sums[:] = np.float32(0.0)
+    for head in range(group):
+        number = kv_head * group + head
+        given = call.heads + (sequence * call.num_given + number) * call.size * width
+        _prepare(
+            given, call.query_norm, call.cos_sin, position, eps, call.is_norm_last, query[head],
+            like,
+        )  # fmt: skip
+        peaks[head], totals[head] = np.float32(-1e30), np.float32(0.0)
+        if call.sinks != 0:
+            peaks[head] = array_at(call.sinks, call.num_heads, np.float32(0))[number]
+            totals[head] = np.float32(1.0)
+
+
+@njit(**FAST)
+def _add_block(call, kv_head, distance, num_tokens, scores, softmax, scale, softcap):
+    """Make weights of the scores of some tokens, the first at ``distance`` from the query, and
+    correct what was summed before by the new peaks."""
+    sums, peaks, totals = softmax
+    group = len(sums)
+    for head in range(group):
+        slope = np.float32(0.0)
+        if call.slopes != 0:
+            slopes = array_at(call.slopes, call.num_heads, np.float32(0))
+            slope = slopes[kv_head * group + head]
+        _weigh(scores[head], num_tokens, scale, softcap, slope, distance)
+        peak = peaks[head]
+        for token in range(num_tokens):
+            peak = max(peak, scores[head, token])
+        factor = exp(peaks[head] - peak)
+        totals[head] = totals[head] * factor + _soften(scores[head], num_tokens, peak)
+        peaks[head] = peak
+        for i in range(call.size):
+            sums[head, i] *= factor
+
+
+@njit(**FAST)
+def _first_seen(call, position):
+    first = 0
+    if call.window > 0:
+        first = max(position - call.window + 1, first)
+    if call.chunk > 0:
+        first = max(position // call.chunk * call.chunk, first)
+    return first
+
+
+@njit(**FAST)
+def _attend(call, sequence, kv_head, position, query, scores, row, softmax, options, width, like):
+    """Go over the blocks of the sequence."""
+    scale, softcap = options
+    values = call.values if call.values != 0 else call.keys
+    per_block = call.tokens_per_block
+    table = array_at(
+        call.tables + sequence * call.table_stride * 4, position // per_block + 1, np.int32(0)
+    )
+    first = _first_seen(call, position)
+    while first <= position:
+        offset = first % per_block
+        num_tokens = min(per_block - offset, position + 1 - first)
+        at = np.int64(table[first // per_block]) * call.block_stride
+        at += offset * call.token_stride + kv_head * call.size * width
+        _score(call.keys + at, call.token_stride, num_tokens, query, row, scores, like)
+        distance = np.float32(first - position)
+        _add_block(call, kv_head, distance, num_tokens, scores, softmax, scale, softcap)
+        _add_values(values + at, call.token_stride, num_tokens, scores, row, softmax[0], like)
+        first += num_tokens
+
+
+@njit(**FAST)
+def _run(pointer, width, like):
+    """``width``: bytes of a number like ``like``."""
+    n = carray(pointer, 27, types.int64)
+    floats = carray(pointer, 30, types.float64)
+    options, eps = (np.float32(floats[27]), np.float32(floats[28])), floats[29]
+    call = _Call(
+        n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14],
+        n[15], n[16], n[17], n[18], n[19], n[20], n[21], n[22], n[23], n[24], n[25], n[26],
+    )  # fmt: skip
+    group, size = call.num_heads // call.num_kv_heads, call.size
+    query, sums = np.empty((group, size), np.float32), np.empty((group, size), np.float32)
+    softmax = sums, np.empty(group, np.float32), np.empty(group, np.float32)
+    scores, row = np.empty((group, call.tokens_per_block), np.float32), np.empty(size, np.float32)
+    lengths = array_at(call.lengths, call.num_sequences, np.int32(0))
+    while True:
+        piece = take_next(n.ctypes.data)
+        if piece >= call.num_sequences * call.num_kv_heads:
+            break
+        sequence, kv_head = piece // call.num_kv_heads, piece % call.num_kv_heads
+        position = np.int64(lengths[sequence]) - 1
+        if call.has_own:
+            _keep_own(call, sequence, kv_head, position, eps, row, width, like)
+        _begin(call, sequence, kv_head, position, eps, query, softmax, width, like)
+        _attend(
+            call, sequence, kv_head, position, query, scores, row, softmax, options, width, like
+        )
+        for head in range(group):
+            for i in range(size):
+                sums[head, i] /= max(softmax[2][head], np.float32(1e-30))
+            number = sequence * call.num_heads + kv_head * group + head
+            _write(sums[head], call.out + number * size * width, like)
+        finish_piece(n.ctypes.data)
+    return call.num_sequences * call.num_kv_heads
+
+
+def _run_float32(pointer):
+    return _run(pointer, 4, np.float32(0))
+
+
+def _run_bfloat16(pointer):
+    return _run(pointer, 2, np.uint16(0))
+
+
+@cache
+def _kernel(is_bfloat16: bool) -> Kernel:
+    return Kernel(_run_bfloat16 if is_bfloat16 else _run_float32, 25, 3)

@@ -1,0 +1,175 @@
+"""RMS norm, with and without a sum before it, and the gated SiLU: rows of x [T, dim].
+
+Meaning and rounding are those of `inflight_kernels.reference`; a piece of work is a row.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from numba import carray, njit, types
+from torch import Tensor
+
+from inflight_kernels import reference
+from inflight_kernels.cpu.intrinsics import (
+    FAST,
+    array_at,
+    exp,
+    finish_piece,
+    get,
+    put,
+    rounded,
+    take_next,
+)
+from inflight_kernels.cpu.threads import Kernel, Stage
+
+_FEW = 32_768
+"""Numbers that one thread is done with before others have begun."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `reference.rms_norm`, of x [T, dim] or [dim]."""
+    if weight.dtype != x.dtype:  # it has an offset in it
+        return reference.rms_norm(x, weight, eps)
+    x, out = x.contiguous(), torch.empty_like(x)
+    rms_norm_stage(x, weight, eps, out).run(is_small=x.numel() < _FEW)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `reference.add_rms_norm`."""
+    if weight.dtype != x.dtype:
+        return reference.add_rms_norm(x, residual, weight, eps)
+    x, residual = x.contiguous(), residual.contiguous()
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    add_rms_norm_stage(x, residual, weight, eps, out, total).run(is_small=x.numel() < _FEW)
+    return out, total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """As `reference.silu_mul`."""
+    gate_up = gate_up.contiguous()
+    num_rows, size = gate_up.shape
+    out = torch.empty(num_rows, size // 2, dtype=gate_up.dtype)
+    silu_mul_stage(gate_up, out).run(is_small=out.numel() < _FEW)
+    return out
+
+
+# The same into memory that is given. All tensors are contiguous.
+
+
+def rms_norm_stage(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Stage:
+    """`rms_norm`."""
+    return _norm_stage(x, 0, weight, eps, out, 0)
+
+
+def add_rms_norm_stage(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, total: Tensor
+) -> Stage:
+    """`add_rms_norm`, whose answers are ``out`` and ``total``."""
+    return _norm_stage(x, residual.data_ptr(), weight, eps, out, total.data_ptr())
+
+
+def silu_mul_stage(gate_up: Tensor, out: Tensor) -> Stage:
+    """`silu_mul`."""
+    numbers = (len(out), gate_up.data_ptr(), out.data_ptr(), out.shape[1])
+    return Stage(_silu_kernel(out.dtype == torch.bfloat16), numbers)
+
+
+def _norm_stage(
+    x: Tensor, residual: int, weight: Tensor, eps: float, out: Tensor, total: int
+) -> Stage:
+    size = x.shape[-1]
+    pointers = (x.data_ptr(), residual, weight.data_ptr(), out.data_ptr(), total)
+    kernel = _norm_kernel(x.dtype == torch.bfloat16)
+    return Stage(kernel, (x.numel() // size, *pointers, size), (eps,))
+
+
+@njit(**FAST)
+def _norm_row(x, residual, has_residual, weight, out, total, eps, like):
+    squares = np.float32(0.0)
+    if has_residual:
+        for i in range(len(x)):
+            put(total, i, get(x, i) + get(residual, i))
+        x = total
+    for i in range(len(x)):
+        number = get(x, i)
+        squares += number * number
+    scale = np.float32(1.0) / np.sqrt(squares / np.float32(len(x)) + np.float32(eps))
+    for i in range(len(x)):
+        put(out, i, rounded(get(x, i) * scale, like) * get(weight, i))
+
+
+@njit(**FAST)
+def _norm_rows(pointer, size, like):
+    """``size``: bytes of a number like ``like``."""
+    numbers, eps = carray(pointer, 9, types.int64), carray(pointer, 10, types.float64)[9]
+    num_rows, dim = numbers[2], numbers[8]
+    weight = array_at(numbers[5], dim, like)
+    while True:
+        row = take_next(numbers.ctypes.data)
+        if row >= num_rows:
+            break
+        start = row * dim * size
+        x, out = array_at(numbers[3] + start, dim, like), array_at(numbers[6] + start, dim, like)
+        if numbers[4] != 0:
+            residual = array_at(numbers[4] + start, dim, like)
+            total = array_at(numbers[7] + start, dim, like)
+            _norm_row(x, residual, True, weight, out, total, eps, like)
+        else:
+            _norm_row(x, x, False, weight, out, x, eps, like)
+        finish_piece(numbers.ctypes.data)
+    return num_rows
+
+
+def _norm_float32(pointer):
+    return _norm_rows(pointer, 4, np.float32(0))
+
+
+def _norm_bfloat16(pointer):
+    return _norm_rows(pointer, 2, np.uint16(0))
+
+
+@cache
+def _norm_kernel(is_bfloat16: bool) -> Kernel:
+    return Kernel(_norm_bfloat16 if is_bfloat16 else _norm_float32, 7, 1)
+
+
+@njit(**FAST)
+def _gate_row(gate, up, out, like):
+    for i in range(len(out)):
+        number = get(gate, i)
+        silu = number / (np.float32(1.0) + exp(-number))
+        put(out, i, rounded(silu, like) * get(up, i))
+
+
+@njit(**FAST)
+def _gate_rows(pointer, size, like):
+    numbers = carray(pointer, 6, types.int64)
+    num_rows, dim = numbers[2], numbers[5]
+    while True:
+        row = take_next(numbers.ctypes.data)
+        if row >= num_rows:
+            break
+        start = numbers[3] + 2 * row * dim * size
+        gate, up = array_at(start, dim, like), array_at(start + dim * size, dim, like)
+        _gate_row(gate, up, array_at(numbers[4] + row * dim * size, dim, like), like)
+        finish_piece(numbers.ctypes.data)
+    return num_rows
+
+
+def _silu_float32(pointer):
+    return _gate_rows(pointer, 4, np.float32(0))
+
+
+def _silu_bfloat16(pointer):
+    return _gate_rows(pointer, 2, np.uint16(0))
+
+
+@cache
+def _silu_kernel(is_bfloat16: bool) -> Kernel:
+    return Kernel(_silu_bfloat16 if is_bfloat16 else _silu_float32, 4)

@@ -1,0 +1,284 @@
+"""What numba has no words for: vectors at addresses, bits of numbers, a counter of all threads."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core.codegen import get_host_cpu_features
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+FAST: dict[str, Any] = {"nogil": True, "fastmath": True, "error_model": "numpy"}
+"""How loops are compiled: sums in any order, and no check of a division, which is a branch."""
+WIDTH = 16
+"""Numbers of float32 in a vector."""
+HAS_WIDE_REGISTERS = "+avx512f" in get_host_cpu_features()
+"""32 registers of a vector each; else there are 16, of half a vector."""
+I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+FLOATS = ir.VectorType(F32, WIDTH)
+INTS = ir.VectorType(I32, WIDTH)
+SHORTS = ir.VectorType(I16, WIDTH)
+
+
+@intrinsic
+def address_to(_, address):
+    """An address as a pointer that ``numba.carray`` takes."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def take_next(_, address):
+    """The number at ``address``, which is then one higher, whichever threads ask."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.Constant(I64, 1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def finish_piece(_, address):
+    """Count a piece that is done, behind the number that `take_next` has at ``address``; who reads
+    the count sees what the piece has written."""
+
+    def generate(context, builder, signature, arguments):
+        place = builder.add(arguments[0], ir.Constant(I64, 8))
+        pointer = builder.inttoptr(place, I64.as_pointer())
+        builder.atomic_rmw("add", pointer, ir.Constant(I64, 1), "release")
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def read_shared(_, address):
+    """The number at ``address``, which other threads change."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], I64.as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def pause(_):
+    """Tell the CPU that this is a loop that waits."""
+
+    def generate(context, builder, signature, arguments):
+        function = builder.module.declare_intrinsic(
+            "llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), [])
+        )
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def call(_, function, argument):
+    """Call the function at an address with an integer, for the one that it returns."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(I64, [I64])
+        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+
+    return types.int64(types.int64, types.int64), generate
+
+
+def pointer_to(builder, address, kind):
+    """``address`` as a pointer to ``kind``."""
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def splat(builder, scalar):
+    """A vector of one float32."""
+    undefined = ir.Constant(FLOATS, ir.Undefined)
+    one = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(INTS, [0] * WIDTH))
+
+
+def constant(number):
+    """A vector of integers."""
+    return ir.Constant(INTS, [number] * WIDTH)
+
+
+def to_bfloat16(builder, floats):
+    """float32 rounded to nearest even, as numbers of 16 bits."""
+    bits = builder.bitcast(floats, INTS)
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
+    return builder.trunc(builder.lshr(rounded, constant(16)), SHORTS)
+
+
+def bias_of(builder, bias, panel):
+    """float32 numbers of a panel at that address. (There is always one, of zeros if need be: of a
+    branch around the load LLVM 22 made poison in a tile of one row and panel without AVX-512.)"""
+    place = builder.add(bias, ir.Constant(I64, panel * WIDTH * 4))
+    return builder.load(pointer_to(builder, place, FLOATS), align=4)
+
+
+@cache
+def no_bias(rows: int) -> Tensor:
+    """Zeros [rows]."""
+    return torch.zeros(rows)
+
+
+def prefetch(builder, address):
+    """Read the line of an address into the caches."""
+    pointer = ir.IntType(8).as_pointer()
+    function = builder.module.declare_intrinsic(
+        "llvm.prefetch", (pointer,), ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+    )
+    numbers = [ir.Constant(I32, number) for number in (0, 3, 1)]  # to read, soon, data
+    builder.call(function, [builder.inttoptr(address, pointer), *numbers])
+
+
+def multiply_add(builder, x, weight, total):
+    """total + x * weight, rounded once."""
+    name, kind = "llvm.fma.v16f32", ir.FunctionType(FLOATS, [FLOATS] * 3)
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, [x, weight, total])
+
+
+def multiply_add_pairs(builder, x, weight, total):
+    """The same of two numbers in bfloat16 in each place."""
+    x, weight = builder.bitcast(x, INTS), builder.bitcast(weight, INTS)
+    if multiplies_bfloat16():
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        kind = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        return builder.call(function, [total, x, weight])
+    for convert in (
+        lambda pair: builder.shl(pair, constant(16)),
+        lambda pair: builder.and_(pair, constant(-65536)),
+    ):
+        wide_x, wide_weight = (builder.bitcast(convert(each), FLOATS) for each in (x, weight))
+        total = multiply_add(builder, wide_x, wide_weight, total)
+    return total
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """True if the CPU adds up products of pairs of bfloat16."""
+    return "+avx512bf16" in get_host_cpu_features()
+
+
+@intrinsic
+def to_float(_, bits):
+    """The float32 of 32 bits."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], F32)
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def to_bits(_, number):
+    """The 32 bits of a float32."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], I32)
+
+    return types.uint32(types.float32), generate
+
+
+@njit(inline="always")
+def widen(bits):
+    """A bfloat16 (uint16) as float32."""
+    return to_float(np.uint32(bits) << np.uint32(16))
+
+
+@njit(inline="always")
+def narrow(number):
+    """A float32 as bfloat16 (uint16), rounded to nearest even."""
+    bits = to_bits(np.float32(number))
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+def get(array, index):
+    """A number of an array in memory as float32: bfloat16 lies there as uint16."""
+
+
+def put(array, index, number):
+    """Round a float32 to the type of the array, and store it."""
+
+
+def array_at(address, size, like):
+    """What lies at an address as an array, of the type of ``like``."""
+
+
+@overload(get, inline="always")
+def _get(array, index):
+    if array.dtype == types.uint16:
+        return lambda array, index: widen(array[index])
+    return lambda array, index: array[index]
+
+
+@overload(put, inline="always")
+def _put(array, index, number):
+    if array.dtype == types.uint16:
+
+        def put_narrow(array, index, number):
+            array[index] = narrow(number)
+
+        return put_narrow
+
+    def put_same(array, index, number):
+        array[index] = np.float32(number)
+
+    return put_same
+
+
+@overload(array_at, inline="always")
+def _array_at(address, size, like):
+    if like == types.uint16:
+        return lambda address, size, like: carray(address_to(address), size, types.uint16)
+    if like == types.int32:
+        return lambda address, size, like: carray(address_to(address), size, types.int32)
+    if like == types.int64:
+        return lambda address, size, like: carray(address_to(address), size, types.int64)
+    return lambda address, size, like: carray(address_to(address), size, types.float32)
+
+
+def rounded(number, like):
+    """A float32 as it is read again once stored as the type of ``like``."""
+
+
+@overload(rounded, inline="always")
+def _rounded(number, like):
+    if like == types.uint16:
+        return lambda number, like: widen(narrow(number))
+    return lambda number, like: np.float32(number)
+
+
+@njit(inline="always")
+def exp(x):
+    """e^x in float32, within two units of the last place; 0 below -87. (Cephes' expf: numba's own
+    calls a function for every number.)"""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    power = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))
+    x = x - power * np.float32(0.693359375) - power * np.float32(-2.12194440e-4)
+    y = np.float32(1.9875691500e-4)
+    y = y * x + np.float32(1.3981999507e-3)
+    y = y * x + np.float32(8.3334519073e-3)
+    y = y * x + np.float32(4.1665795894e-2)
+    y = y * x + np.float32(1.6666665459e-1)
+    y = y * x + np.float32(5.0000001201e-1)
+    y = y * x * x + x + np.float32(1.0)
+    # 2^power, its exponent shifted to its place as a float32 (sums of int32 would be int64).
+    return y * to_float(np.uint32(np.int32((power + np.float32(127.0)) * np.float32(8388608.0))))

@@ -1,0 +1,288 @@
+"""``x @ weight.T + bias`` for few and for many rows of x, in float32 or bfloat16.
+
+A weight [rows, columns] is kept in *panels* of 16 rows, whose numbers of one column (in bfloat16 of
+two) lie together: one load feeds a multiply-add for each row of x. A *tile* of up to 8 rows of x
+and 3 panels (without AVX-512 of 4 rows and one) stays in registers over all columns; of a single
+row it is 6 panels, since nothing then bounds it but the reading of the weight. Sums are float32, in
+the order of the columns, so a row of the answer does not depend on the rows beside it.
+
+A piece of work is some panels and up to 64 rows of x. Pieces of the same panels follow one another,
+so that their weight is read from memory once.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+from torch import Tensor
+from torch.nn import functional
+
+from inflight_kernels.cpu.intrinsics import (
+    F32,
+    FAST,
+    FLOATS,
+    HAS_WIDE_REGISTERS,
+    I64,
+    SHORTS,
+    WIDTH,
+    bias_of,
+    finish_piece,
+    multiply_add,
+    multiply_add_pairs,
+    no_bias,
+    pointer_to,
+    prefetch,
+    splat,
+    take_next,
+    to_bfloat16,
+)
+from inflight_kernels.cpu.threads import Kernel, Stage
+
+_ROWS_AT_A_TIME = 64
+_HIGH, _LOW = (8, 4) if HAS_WIDE_REGISTERS else (4, 2)
+_PANELS, _PANELS_OF_ONE_ROW = (3, 6) if HAS_WIDE_REGISTERS else (1, 3)
+_PREFETCH_BYTES = 1024
+_FEW_PRODUCTS = 1 << 17
+"""Of numbers: one thread is done with them before others have begun."""
+
+
+def takes(weight: Tensor) -> bool:
+    """Whether there is a product for a weight [rows, columns]."""
+    rows, columns = weight.shape
+    is_known = weight.dtype in (torch.float32, torch.bfloat16)
+    return is_known and rows % WIDTH == 0 and columns % 2 == 0
+
+
+def padded(weight: Tensor) -> Tensor:
+    """With rows of zeros behind its own, up to whole panels."""
+    return functional.pad(weight, (0, 0, 0, -len(weight) % WIDTH))
+
+
+def pack(weight: Tensor) -> Tensor:
+    """The weight [rows, columns] in panels: [rows / 16, columns / n, 16, n], n numbers of 32 bits
+    in all."""
+    rows, columns = weight.shape
+    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    panels = weight.view(rows // WIDTH, WIDTH, columns // pair, pair)
+    packed = torch.empty(rows * columns + 64, dtype=weight.dtype)
+    start = -packed.data_ptr() % 64 // weight.itemsize
+    packed = packed[start : start + rows * columns].view(panels.shape[0], -1, WIDTH, pair)
+    return packed.copy_(panels.transpose(1, 2))
+
+
+def num_rows(packed: Tensor) -> int:
+    """Of the weight."""
+    return len(packed) * WIDTH
+
+
+def rows(packed: Tensor, numbers: Tensor) -> Tensor:
+    """Those rows of the weight: [T, columns]."""
+    return packed[numbers // WIDTH, :, numbers % WIDTH].flatten(1)
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, columns] -> [T, rows], both of the dtype of the weight; bias: float32 [rows]."""
+    num_tokens, x = len(x), x.contiguous()
+    out = torch.empty(num_tokens, num_rows(packed), dtype=x.dtype)
+    if num_tokens:
+        is_small = num_tokens * packed.numel() < _FEW_PRODUCTS
+        linear_stage(x, packed, bias, out).run(is_small=is_small)
+    return out
+
+
+def linear_stage(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> Stage:
+    """`linear` into ``out``; both tensors are contiguous."""
+    rows = num_rows(packed)
+    numbers = (
+        len(x),
+        x.data_ptr(),
+        packed.data_ptr(),
+        (no_bias(rows) if bias is None else bias).data_ptr(),
+        out.data_ptr(),
+        x.shape[1] * x.itemsize,
+        rows * x.itemsize,
+        len(packed),
+    )
+    return Stage(_kernel(x.dtype == torch.bfloat16), numbers)
+
+
+def _make_tile(num_rows: int, num_panels: int):
+    """An intrinsic: ``num_rows`` rows of x times ``num_panels`` panels, all columns."""
+    grid = [(row, panel) for row in range(num_rows) for panel in range(num_panels)]
+
+    @intrinsic
+    def tile(_, like, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out):
+        """Addresses and bytes; a step is 4 bytes of x. Numbers are ``like`` it: uint16 stands for
+        bfloat16."""
+        is_bfloat16 = like == types.uint16
+
+        def generate(context, builder, signature, arguments):
+            _, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out = arguments
+
+            def at(address, stride, index, offset=0):
+                far = builder.mul(stride, ir.Constant(I64, index))
+                return builder.add(builder.add(address, far), ir.Constant(I64, offset))
+
+            x_rows = [at(x, stride_x, row) for row in range(num_rows)]
+            panels = [at(weight, stride_panel, panel) for panel in range(num_panels)]
+            multiply = multiply_add_pairs if is_bfloat16 else multiply_add
+            starts = [bias_of(builder, bias, panel) for panel in range(num_panels)]
+            begin, loop, end = (
+                builder.block,
+                builder.append_basic_block("columns"),
+                builder.append_basic_block("stored"),
+            )
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            step = builder.phi(I64)
+            step.add_incoming(ir.Constant(I64, 0), begin)
+            sums = {place: builder.phi(FLOATS) for place in grid}
+            for (_, panel), total in sums.items():
+                total.add_incoming(starts[panel], begin)
+            weight_offset = builder.mul(step, ir.Constant(I64, 64))
+            places = [builder.add(panel, weight_offset) for panel in panels]
+            weights = [builder.load(pointer_to(builder, each, FLOATS), align=64) for each in places]
+            for each in places:
+                prefetch(builder, builder.add(each, ir.Constant(I64, _PREFETCH_BYTES)))
+            x_offset = builder.mul(step, ir.Constant(I64, 4))
+            added = {}
+            for row in range(num_rows):
+                place = builder.add(x_rows[row], x_offset)
+                number = splat(builder, builder.load(pointer_to(builder, place, F32), align=4))
+                for panel in range(num_panels):
+                    added[row, panel] = multiply(builder, number, weights[panel], sums[row, panel])
+            following = builder.add(step, ir.Constant(I64, 1))
+            step.add_incoming(following, loop)
+            for place, total in sums.items():
+                total.add_incoming(added[place], loop)
+            builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, end)
+            builder.position_at_end(end)
+            for (row, panel), total in added.items():
+                size = WIDTH * (2 if is_bfloat16 else 4)
+                place = at(out, stride_out, row, panel * size)
+                kind = SHORTS if is_bfloat16 else FLOATS
+                stored = to_bfloat16(builder, total) if is_bfloat16 else total
+                builder.store(stored, pointer_to(builder, place, kind), align=4)
+            return context.get_dummy_value()
+
+        return types.void(like, *[types.int64] * 8), generate
+
+    return tile
+
+
+_tile_high_wide, _tile_low_wide, _tile_1_wide = (
+    _make_tile(rows, _PANELS) for rows in (_HIGH, _LOW, 1)
+)
+_tile_high, _tile_1 = (_make_tile(rows, 1) for rows in (_HIGH, 1))
+_tile_of_one_row = _make_tile(1, _PANELS_OF_ONE_ROW)
+
+
+@njit(**FAST)
+def _multiply_wide(like, x, stride_x, weight, stride_panel, steps, bias, out, stride_out, count):
+    """``count`` rows of x times `_PANELS` panels: by `_HIGH`, `_LOW` and one."""
+    row = 0
+    while row + _HIGH <= count:
+        _tile_high_wide(
+            like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
+            out + row * stride_out, stride_out,
+        )  # fmt: skip
+        row += _HIGH
+    if row + _LOW <= count:
+        _tile_low_wide(
+            like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
+            out + row * stride_out, stride_out,
+        )  # fmt: skip
+        row += _LOW
+    while row < count:
+        _tile_1_wide(
+            like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
+            out + row * stride_out, stride_out,
+        )  # fmt: skip
+        row += 1
+
+
+@njit(**FAST)
+def _multiply_panel(like, x, stride_x, weight, stride_panel, steps, bias, out, stride_out, count):
+    """The same of one panel."""
+    row = 0
+    while row + _HIGH <= count:
+        _tile_high(
+            like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
+            out + row * stride_out, stride_out,
+        )  # fmt: skip
+        row += _HIGH
+    while row < count:
+        _tile_1(
+            like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
+            out + row * stride_out, stride_out,
+        )  # fmt: skip
+        row += 1
+
+
+@njit(**FAST)
+def _multiply_panels(
+    like, x, stride_x, weight, stride_panel, steps, bias, out, stride_out, count, first, end, size
+):
+    """``count`` rows of x times panels ``first`` to ``end``; ``size``: bytes of a number."""
+    while first < end:
+        panel, place = weight + first * stride_panel, out + first * WIDTH * size
+        own_bias = bias + first * WIDTH * 4
+        if count == 1 and end - first == _PANELS_OF_ONE_ROW:
+            _tile_of_one_row(
+                like, x, stride_x, panel, stride_panel, steps, own_bias, place, stride_out
+            )
+            first = end
+        elif first + _PANELS <= end:
+            _multiply_wide(
+                like, x, stride_x, panel, stride_panel, steps, own_bias, place, stride_out, count
+            )
+            first += _PANELS
+        else:
+            _multiply_panel(
+                like, x, stride_x, panel, stride_panel, steps, own_bias, place, stride_out, count
+            )
+            first += 1
+
+
+@njit(**FAST)
+def _run(pointer, size, like):
+    """``size``: bytes of a number like ``like``."""
+    numbers = carray(pointer, 10, types.int64)
+    num_tokens, x, weight, bias, out = numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]
+    stride_x, stride_out, num_panels = numbers[7], numbers[8], numbers[9]
+    steps = stride_x // 4
+    at_a_time = _PANELS_OF_ONE_ROW if num_tokens == 1 else _PANELS
+    num_parts = (num_tokens + _ROWS_AT_A_TIME - 1) // _ROWS_AT_A_TIME
+    num_pieces = (num_panels + at_a_time - 1) // at_a_time * num_parts
+    while True:
+        piece = take_next(numbers.ctypes.data)
+        if piece >= num_pieces:
+            break
+        first, row = piece // num_parts * at_a_time, piece % num_parts * _ROWS_AT_A_TIME
+        _multiply_panels(
+            like, x + row * stride_x, stride_x, weight, steps * 64, steps, bias,
+            out + row * stride_out, stride_out, min(_ROWS_AT_A_TIME, num_tokens - row),
+            first, min(first + at_a_time, num_panels), size,
+        )  # fmt: skip
+        finish_piece(numbers.ctypes.data)
+    return num_pieces
+
+
+def _run_float32(pointer):
+    return _run(pointer, 4, np.float32(0))
+
+
+def _run_bfloat16(pointer):
+    return _run(pointer, 2, np.uint16(0))
+
+
+@cache
+def _kernel(is_bfloat16: bool) -> Kernel:
+    return Kernel(_run_bfloat16 if is_bfloat16 else _run_float32, 8)

@@ -1,0 +1,1 @@
+"""Products with weights: exact ones, quantised ones, experts and adapters."""

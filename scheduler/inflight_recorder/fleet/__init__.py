@@ -1,0 +1,1 @@
+"""A prediction for many servers behind a router."""

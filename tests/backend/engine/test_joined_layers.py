@@ -1,0 +1,91 @@
+"""Steps of generations whose layers are one program: the numbers of the ops one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import VOCAB_SIZE
+from support.engine_driver import EngineDriver, Job
+from torch import Tensor
+
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.models.blocks.lora import Adapter, AdapterPart
+from inflight_backend.models.compiled.layers import JoinedLayers
+
+CONFIG = EngineConfig(
+    device="cpu",
+    attention_backend="compiled",
+    max_batch_size=20,
+    tokens_per_block=4,
+    max_tokens_in_paged_kv_cache=1024,
+)
+Folder = Callable[..., Path]
+
+
+def hidden_states(engine: Engine, *, is_joined: bool, adapter: int = -1) -> list[Tensor]:
+    """Of steps with more and more generations, until the memory of the program has grown; the last
+    of them uses ``adapter``."""
+    decoder, found = engine._decoder, list[Tensor]()
+    forward: Callable[..., Tensor] = decoder.forward
+    joined = decoder._run_joined
+
+    def record(*arguments: Any) -> Tensor:
+        found.append(forward(*arguments))
+        return found[-1].clone()
+
+    decoder.forward = record  # type: ignore[method-assign,assignment]
+    decoder._run_joined = joined if is_joined else None
+    driver = EngineDriver(engine)
+    jobs = [Job([(7 * number + 3) % VOCAB_SIZE] * (1 + number)) for number in range(12)]
+    jobs[-1].adapter = adapter
+    for count in (1, 3, 12):
+        driver.generate(jobs[:count], 6)
+    decoder.forward = forward  # type: ignore[method-assign]
+    decoder._run_joined = joined
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "settings"),
+    [
+        ("llama-mha", {}, {}),
+        ("mistral-some-windows", {"head_dim": 16}, {}),  # two groups of blocks
+        ("qwen3", {"head_dim": 16}, {"dtype": "bfloat16"}),
+        ("qwen2-tied", {}, {"enable_lora": True}),
+        ("llama-mha", {"hidden_size": 64, "intermediate_size": 64}, {"quantization": "int8"}),
+    ],
+)
+def test_equal_those_of_the_ops(
+    checkpoint: Folder, variant: str, options: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    engine = Engine.load(checkpoint(variant, **options), replace(CONFIG, **settings))
+    assert isinstance(engine._decoder._run_joined, JoinedLayers)
+    found = hidden_states(engine, is_joined=True)
+    for each, expected in zip(found, hidden_states(engine, is_joined=False), strict=True):
+        assert torch.equal(each, expected)
+
+
+def test_rows_with_an_adapter_get_it(checkpoint: Folder) -> None:
+    """Their steps run by the ops, the others stay joined."""
+    engine = Engine.load(checkpoint("llama-mha"), replace(CONFIG, enable_lora=True))
+    a, b = torch.ones(1, 48), torch.ones(144, 1)
+    part = AdapterPart("layers.0.qkv", 0, a, b)
+    engine.load_adapter(0, engine.prepare_adapter(Adapter((part,), b"")))
+    plain, found = (hidden_states(engine, is_joined=True, adapter=each) for each in (-1, 0))
+    for each, expected in zip(
+        found, hidden_states(engine, is_joined=False, adapter=0), strict=True
+    ):
+        assert torch.equal(each, expected)
+    assert torch.equal(plain[0], found[0])
+    assert not torch.equal(plain[-1], found[-1])
+
+
+def test_layers_of_other_parts_are_not_joined(checkpoint: Folder) -> None:
+    """Here the rows of a linear that no kernel takes."""
+    engine = Engine.load(checkpoint("llama3-biased-gqa8"), CONFIG)
+    assert engine._decoder._run_joined is None

@@ -1,0 +1,197 @@
+"""Quantised checkpoints by the kernels of a GPU, which are interpreted where there is none."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import write_checkpoint
+from support.engine_driver import EngineDriver, Job
+from support.fake_cuda import FakeCuda
+from support.families import write_family
+from support.quantized import SCHEMES, W8A8, Scheme, gptq, write_quantized
+
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine.memory_plan import make_plan
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.models.families.registry import read_model
+from inflight_backend.models.layers import Parameter
+from inflight_backend.models.parameters import decoder_parameters
+from inflight_backend.models.quantization.forms import JoinedWeight, PackedWeight
+from inflight_backend.models.weights import Checkpoint
+from inflight_kernels.ops.linear.quantized_linear import prepare
+from inflight_scheduler import OutputParams, SamplingParams
+
+CPU = EngineConfig(device="cpu", max_batch_size=4, max_tokens_in_paged_kv_cache=256)
+TRITON = replace(CPU, device="auto", attention_backend="triton", dtype="float32")
+PROMPT = [(7 * index + 3) % 97 for index in range(24)]
+_SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fused linears with biases, blocks of 128 that are not full."""
+    folder = tmp_path_factory.mktemp("plain")
+    return write_checkpoint(folder, "llama-mha", attention_bias=True, **_SIZES)
+
+
+def logits(folder: Path, config: EngineConfig) -> torch.Tensor:
+    """Those of each token of a prompt."""
+    driver = EngineDriver(Engine.load(folder, config))
+    driver.step({Job(PROMPT, outputs=OutputParams(context_logits=True)): 0})
+    outputs = driver.engine.take_outputs()
+    assert outputs is not None
+    return torch.cat([torch.tensor(each.logits) for each in outputs.context_logits])
+
+
+def difference(folder: Path, expected: Path, dtype: str = "float32") -> tuple[float, float]:
+    """(the largest, the mean one) in units of the deviation of what is expected."""
+    wanted = logits(expected, CPU)
+    error = (logits(folder, replace(TRITON, dtype=dtype)) - wanted) / wanted.std()
+    return float(error.abs().max()), float(error.square().mean().sqrt())
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_logits_are_those_of_the_numbers(tmp_path: Path, plain: Path, name: str) -> None:
+    """In float32, so that nothing but the order of sums differs."""
+    folder, expected = write_quantized(plain, tmp_path, SCHEMES[name])
+    assert difference(folder, expected)[0] < 1e-4
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_memory_is_what_is_planned(tmp_path: Path, plain: Path, name: str) -> None:
+    """As the kernels read weights: with columns up to a multiple of 128, without zeros that are
+    the middle number."""
+    folder, _ = write_quantized(plain, tmp_path, SCHEMES[name])
+    with Checkpoint(folder) as opened:
+        specs = decoder_parameters(opened.fit(read_model(folder)))
+        parameters = opened.load(specs, torch.bfloat16, "cpu", backend="triton").values()
+    planned = make_plan(folder, replace(TRITON, dtype="bfloat16"), gpu_memory=2**34)
+    assert sum(map(prepared_bytes, parameters)) == planned.weight_bytes
+
+
+def prepared_bytes(parameter: Parameter) -> int:
+    """Of a parameter as a linear keeps it."""
+    if isinstance(parameter, JoinedWeight):
+        return sum(map(prepared_bytes, parameter.parts))
+    if isinstance(parameter, torch.Tensor):
+        return parameter.nbytes
+    assert isinstance(parameter, PackedWeight)
+    order = None if parameter.order is None else parameter.order[None]
+    size, table = parameter.group_size, parameter.codebook
+    made = prepare(
+        parameter.values, parameter.scales, parameter.zeros, group_size=size, order=order,
+        codebook=table,
+    )  # fmt: skip
+    return sum(
+        each.nbytes
+        for each in (made.values, made.scales, made.zeros, made.order)
+        if each is not None
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [
+        ("ct-w8a8", 0.08),
+        ("ct-fp8-channel-dynamic", 0.25),
+        ("fp8-blocks", 0.25),
+        ("ct-w4a16", 0.05),
+        ("ct-w8a16", 0.05),
+    ],
+)
+def test_logits_in_bfloat16(tmp_path: Path, plain: Path, name: str, bound: float) -> None:
+    """With what linears read in 8 bits where the scheme says so: of FP8 four digits are kept."""
+    scheme = W8A8 if name == "ct-w8a8" else SCHEMES[name]
+    folder, expected = write_quantized(plain, tmp_path, scheme)
+    assert 1e-4 < difference(folder, expected, "bfloat16")[1] < bound
+
+
+@pytest.mark.slow
+def test_parts_of_a_fused_linear_may_differ(tmp_path: Path, plain: Path) -> None:
+    """A part that is not quantised between two that are."""
+    pattern = re.compile(r".*(q|v|gate)_proj\.weight")
+    folder, expected = write_quantized(plain, tmp_path, SCHEMES["ct-w4a16-order"], pattern)
+    assert difference(folder, expected)[0] < 1e-4
+
+
+_EXPERTS = re.compile(r".*experts\.\d+\.w\d\.weight")
+_GROUPS_OF_8 = Scheme(gptq(8, has_order=True), {**SCHEMES["gptq-order"].config, "group_size": 8})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "bound"),
+    [
+        (_GROUPS_OF_8, 1e-4),
+        (SCHEMES["ct-w4a16-channel"], 1e-4),
+        (SCHEMES["ct-w8a16"], 1e-4),
+        (SCHEMES["fp8-blocks"], 1e-4),
+        (W8A8, 0.3),
+    ],
+    ids=["order", "4 bits", "8 bits", "fp8", "w8a8"],
+)
+def test_experts(tmp_path: Path, scheme: Scheme, bound: float) -> None:
+    """All of a layer in one launch, whatever orders their columns have."""
+    plain = tmp_path / "plain"
+    write_family(plain, "mixtral")
+    folder, expected = write_quantized(plain, tmp_path, scheme, _EXPERTS)
+    assert difference(folder, expected)[0] < bound
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_while_it_is_loaded(plain: Path, quantization: str) -> None:
+    """To the same numbers as for a CPU."""
+    found, expected = (
+        logits(plain, replace(config, quantization=quantization, dtype="float32"))
+        for config in (TRITON, CPU)
+    )
+    assert (found - expected).abs().max() < 1e-4 * expected.std()
+
+
+def test_experts_that_differ_are_refused(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    write_family(plain, "mixtral")
+    pattern = re.compile(r".*experts\.(?!3)\d\.w\d\.weight")
+    folder, _ = write_quantized(plain, tmp_path, SCHEMES["ct-w8a16"], pattern)
+    with pytest.raises(ConfigurationError, match="not all quantised alike"):
+        Engine.load(folder, TRITON)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ct-w4a16", "ct-w8a8", "ct-fp8-channel-dynamic", "fp8-blocks"])
+def test_a_request_alone_and_among_others(tmp_path: Path, plain: Path, name: str) -> None:
+    """In the deterministic mode a request draws the same whatever runs beside it."""
+    scheme = W8A8 if name == "ct-w8a8" else SCHEMES[name]
+    folder, _ = write_quantized(plain, tmp_path, scheme)
+    config = replace(TRITON, dtype="bfloat16", deterministic_mode=True)
+    jobs = [
+        Job(PROMPT[index : 6 + 3 * index], SamplingParams(temperature=1.5, seed=index))
+        for index in range(3)
+    ]
+    together = EngineDriver(Engine.load(folder, config)).generate(jobs, 4)
+    alone = EngineDriver(Engine.load(folder, config)).generate(jobs[-1:], 4)
+    assert together[-1] == alone[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ct-w4a16", "awq", "ct-w8a8", "fp8-blocks"])
+def test_an_engine_waits_for_nothing(
+    tmp_path: Path, plain: Path, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """On a device whose steps are recorded: tokens are those of the interpreter without one."""
+    scheme = W8A8 if name == "ct-w8a8" else SCHEMES[name]
+    folder, _ = write_quantized(plain, tmp_path, scheme)
+    # Few and small steps, all of which are interpreted.
+    config = replace(TRITON, max_batch_size=2, max_num_tokens=32, cuda_graph_mixed_tokens=0)
+    expected = EngineDriver(Engine.load(folder, config)).generate([Job(PROMPT)], 5)
+    fake_cuda.install(monkeypatch)
+    engine = Engine.load(folder, replace(config, device="cuda"))
+    assert engine.num_graphs
+    assert EngineDriver(engine).generate([Job(PROMPT)], 5) == expected

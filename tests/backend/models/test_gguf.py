@@ -1,0 +1,264 @@
+"""GGUF files against the checkpoints that they were made of."""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from support.families import write_family
+from support.gguf_writer import Keep, keep_float32, write_gguf
+
+from inflight_backend.engine.memory_plan import make_plan
+from inflight_backend.errors import CheckpointError
+from inflight_backend.models.checkpoint_files import checkpoint_name
+
+from .test_quantization import CONFIG, difference, loaded_bytes, logits
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-bias": ("llama", {}),
+    "llama-llama3": ("llama", {}),
+    "llama-linear": ("llama", {}),
+    "llama-yarn": ("llama", {}),
+    "mixtral": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_moe": ("qwen2moe", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3moe", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 24}),
+    "gemma3": ("gemma3", {"query_pre_attn_scalar": 24}),
+    "phi3-window": ("phi3", {}),
+    "phi3-longrope": ("phi3", {}),
+    "gpt_oss": ("gpt-oss", {}),
+    "deepseek_v2": ("deepseek2", {}),
+    "deepseek_v2-lite": ("deepseek2", {}),
+    "deepseek_v3": ("deepseek2", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "smollm3": ("smollm3", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo2", {}),
+    "granite": ("granite", {}),
+    "cohere-qk": ("command-r", {}),
+    "falcon-7b": ("falcon", {}),
+    "falcon-40b": ("falcon", {}),
+    "gpt2": ("gpt2", {}),
+}
+"""By variant: the architecture of GGUF, and settings that it cannot say otherwise."""
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_architecture(tmp_path: Path, name: str) -> None:
+    """Unquantised: names, layouts, and the keys of config.json."""
+    architecture, changes = FAMILIES[name]
+    write_family(tmp_path / "plain", name, **changes)
+    path = write_gguf(tmp_path / "plain", tmp_path / "model.gguf", architecture)
+    assert difference(path, tmp_path / "plain") < 1e-4
+
+
+_HALVES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()},
+}
+"""Where a block has numbers of 16 bits."""
+
+
+def random_blocks(dtype: str, shape: tuple[int, ...], seed: int) -> Any:
+    """Of any content, but for scales such that numbers are as large as weights."""
+    kind = gguf.GGMLQuantizationType[dtype]
+    count, size = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // count, size), dtype=np.uint8)
+    halves = {each: generator.normal(0, 0.1, blocks.shape[:-1]) for each in _HALVES[dtype]}
+    if dtype == "MXFP4":
+        blocks[..., 0] = generator.integers(119, 123, blocks.shape[:-1])
+    for factor in (1.0, None):
+        if factor is None:
+            wide = gguf.quants.dequantize(blocks.reshape(*shape[:-1], -1), kind)
+            factor = 1.5 * shape[-1] ** -0.5 / wide.std()
+        for place, values in halves.items():
+            blocks[..., place : place + 2] = (
+                (values * factor).astype("<f2")[..., None].view(np.uint8)
+            )
+    if dtype in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):  # groups that are all one number, scaled by 0
+        blocks[..., 0, :2] = 0
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def quantized(dtype: str, *, is_wide: bool) -> Keep:
+    """Linears in random blocks, or the numbers that these stand for; embeddings too."""
+    kind = gguf.GGMLQuantizationType[dtype]
+
+    def keep(name: str, data: Any) -> tuple[Any, gguf.GGMLQuantizationType]:
+        is_plain = data.ndim < 2 or "ffn_gate_inp" in name or "norm" in name
+        if is_plain or data.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            return keep_float32(name, data)
+        blocks = random_blocks(dtype, data.shape, zlib.crc32(name.encode()))
+        return (
+            keep_float32(name, gguf.quants.dequantize(blocks, kind)) if is_wide else (blocks, kind)
+        )
+
+    return keep
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Linears of 256 columns."""
+    folder = tmp_path_factory.mktemp("wide")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+    write_family(folder, "llama-bias", num_hidden_layers=2, **sizes)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wide_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of experts and one that all pass."""
+    folder = tmp_path_factory.mktemp("experts")
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256}
+    sizes |= {"shared_expert_intermediate_size": 512, "num_hidden_layers": 2}
+    write_family(folder, "qwen2_moe", **sizes)
+    return folder
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("dtype", _HALVES)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2moe"])
+def test_every_type_stands_for_its_numbers(
+    tmp_path: Path, wide: Path, wide_experts: Path, architecture: str, dtype: str
+) -> None:
+    """In float32 nothing but the order of sums differs; and memory is what is planned."""
+    plain = wide if architecture == "llama" else wide_experts
+    path, expected = (
+        write_gguf(plain, tmp_path / name, architecture, quantized(dtype, is_wide=is_wide))
+        for name, is_wide in (("model.gguf", False), ("expected.gguf", True))
+    )
+    assert difference(path, expected) < 1e-4
+    for kept in ("float32", "bfloat16"):
+        config = replace(CONFIG, dtype=kept)
+        made = make_plan(path, config)
+        assert loaded_bytes(path, config) == made.weight_bytes
+        assert made.weight_bytes < make_plan(expected, config).weight_bytes
+        assert made.quantization == f"gguf {dtype}"
+        assert made.file_bytes == sum(
+            gguf_file.n_bytes for gguf_file in gguf.GGUFReader(path).tensors
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["Q3_K", "Q4_K", "Q6_K", "IQ4_NL"])
+def test_types_by_the_kernels_of_a_gpu(tmp_path: Path, wide: Path, dtype: str) -> None:
+    """Groups of 16 and of 32, a zero that is 4, zeros that are no integers, a codebook."""
+    path = write_gguf(wide, tmp_path / "model.gguf", "llama", quantized(dtype, is_wide=False))
+    found, expected = (
+        logits(path, replace(CONFIG, attention_backend=backend)) for backend in ("triton", "torch")
+    )
+    assert (found - expected).abs().max() < 1e-4 * expected.std()
+
+
+def test_a_file_in_parts_and_a_folder_with_one(tmp_path: Path, wide: Path) -> None:
+    keep = quantized("Q4_K", is_wide=False)
+    whole = write_gguf(wide, tmp_path / "whole.gguf", "llama", keep)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    write_gguf(wide, folder / "model.gguf", "llama", keep, split_max_tensors=9)
+    assert len(list(folder.iterdir())) == 4
+    assert difference(folder, whole) == 0.0
+    made = make_plan(folder, CONFIG)
+    assert made == make_plan(whole, CONFIG)
+    assert checkpoint_name(folder / "model-00001-of-00004.gguf") == "model"
+    shutil.copy(whole, folder / "mmproj-model.gguf")
+    assert make_plan(folder, CONFIG) == made
+    (folder / "model-00002-of-00004.gguf").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00004\.gguf: no such file, a part"):
+        make_plan(folder, CONFIG)
+    whole.rename(folder / "whole.gguf")
+    with pytest.raises(CheckpointError, match=r"several GGUF files: give one of model-00001-of-"):
+        make_plan(folder, CONFIG)
+
+
+@pytest.mark.slow
+def test_types_that_are_not_quantised(tmp_path: Path, wide: Path) -> None:
+    """Norms stay float32; what is plain may be served as if it were safetensors."""
+    for kind in (gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16):
+
+        def keep(name: str, data: Any, kind: Any = kind) -> Any:
+            if data.ndim < 2:
+                return keep_float32(name, data)
+            return gguf.quants.quantize(data, kind), kind
+
+        path = write_gguf(wide, tmp_path / f"{kind.name}.gguf", "llama", keep)
+        assert make_plan(path, CONFIG).quantization == "none"
+        assert difference(path, wide) < 5e-2
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"general.architecture": "mamba"},
+            "architecture 'mamba' is not supported; supported: ll",
+        ),
+        (
+            {"attention.head_count": [4, 4, 2]},
+            "attention.head_count differs by layer, which is",
+        ),
+        ({"attention.head_count_kv": 3}, "num_key_value_heads (3) must divide num_attention_heads"),
+        ({"rope.scaling.type": "wave"}, "rope_type 'wave' is not supported; supported: default, "),
+        (
+            {"embedding_length": 128},
+            "token_embd.weight has shape [97, 256], config.json asks",
+        ),
+        ({"block_count": 3}, "model.gguf: 16 missing tensors: blk.2.attn_norm.weight, "),
+        ({"block_count": 1}, "model.gguf: 16 unused tensors: blk.1.attn_norm.weight, "),
+    ],
+)
+def test_metadata_that_is_refused(
+    tmp_path: Path, wide: Path, values: dict[str, Any], message: str
+) -> None:
+    path = write_gguf(wide, tmp_path / "model.gguf", "llama", values=values)
+    with pytest.raises(CheckpointError) as caught:
+        make_plan(path, CONFIG)
+    assert message in str(caught.value)
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize(
+    ("place", "data", "cut", "message"),
+    [
+        (0, b"GGML", 0, "is no GGUF file: it does not begin with 'GGUF'"),
+        (4, b"\x09", 0, "is GGUF of version 9; supported: 2 and 3, little-endian"),
+        (16, b"\xff", 0, "not a whole GGUF file, truncated or damaged"),
+        (0, b"", 99, "output_norm.weight ends behind the file's end: it is cut off"),
+        (0, b"", 9**9, "not a whole GGUF file, truncated or damaged .it ends too early"),
+    ],
+)
+def test_damaged_files(
+    tmp_path: Path, wide: Path, place: int, data: bytes, cut: int, message: str
+) -> None:
+    path = write_gguf(wide, tmp_path / "model.gguf", "llama")
+    content = bytearray(path.read_bytes())
+    content[place : place + len(data)] = data
+    path.write_bytes(content[: max(len(content) - cut, 300)])
+    with pytest.raises(CheckpointError, match=f"^model.gguf: {message}"):
+        make_plan(path, CONFIG)
+
+
+def test_a_type_that_is_not_supported(tmp_path: Path, wide: Path) -> None:
+    def keep(name: str, data: Any) -> Any:
+        if "ffn_up.weight" not in name:
+            return keep_float32(name, data)
+        kind = gguf.GGMLQuantizationType.TQ1_0
+        return gguf.quants.quantize(data, kind), kind
+
+    path = write_gguf(wide, tmp_path / "model.gguf", "llama", keep)
+    with pytest.raises(CheckpointError, match=r"ffn_up\.weight has the type TQ1_0, which is not"):
+        make_plan(path, CONFIG)

@@ -1,0 +1,109 @@
+"""Compiled products of few bits against torch's in float32 of what they stand for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from inflight_kernels import reference
+from inflight_kernels.cpu import quantized_linear
+
+pytestmark = pytest.mark.fast(4)
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+NORMAL = torch.randn(16, generator=torch.Generator().manual_seed(5)).sort().values
+
+
+def make(
+    generator: torch.Generator, kind: str, shape: tuple[int, int], size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Values, scales, zeros and codebook of a weight in groups of ``size``."""
+    rows, columns = shape
+    groups = (rows, -(-columns // size))
+    scales = torch.rand(groups, generator=generator) + 0.1
+    if kind == "float8":
+        values = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+        return values, scales, None, None
+    if kind.startswith("8"):
+        values = torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
+    else:
+        values = torch.randint(0, 256, (rows, columns // 2), generator=generator).to(torch.uint8)
+    zeros = torch.randint(0, 16, groups, generator=generator).to(dtype)
+    if kind in ("8 bits", "codebook"):
+        return values, scales.to(dtype), None, NORMAL if kind == "codebook" else None
+    return values, scales.to(dtype), torch.full_like(zeros, 8) if kind == "4 bits" else zeros, None
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize(
+    "kind", ["4 bits", "4 bits, zeros", "codebook", "8 bits", "8 bits, zeros", "float8"]
+)
+@pytest.mark.parametrize(
+    ("shape", "size"), [((32, 16), 16), ((112, 96), 32), ((96, 200), 64), ((144, 72), 72)]
+)
+def test_equals_torch(
+    generator: torch.Generator, dtype: torch.dtype, kind: str, shape: tuple[int, int], size: int
+) -> None:
+    """Every split of rows and panels into tiles; a last group that is short; a row of the answer
+    does not depend on the others."""
+    values, scales, zeros, codebook = make(generator, kind, shape, size, dtype)
+    assert quantized_linear.takes(values, dtype, size, has_codebook=codebook is not None)
+    packed = quantized_linear.pack(values, scales, zeros, size, dtype, codebook)
+    wide = reference.dequantize(values, scales, zeros, size, codebook)
+    bias = torch.randn(shape[0], generator=generator)
+    x = torch.randn(77, shape[1], generator=generator).to(dtype)
+    for given in (None, bias):
+        expected = torch.nn.functional.linear(x.float(), wide, given)
+        bound = LIMIT[dtype] * float(expected.abs().max())
+        for count in (0, 1, 3, 13, 77):
+            found = quantized_linear.quantized_linear(x[:count], packed, given)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found.float(), expected[:count], atol=bound, rtol=0)
+        alone = [quantized_linear.quantized_linear(row[None], packed, given) for row in x[:9]]
+        assert torch.equal(torch.cat(alone), found[:9])
+    numbers = torch.tensor([shape[0] - 1, 0, 17, 17])
+    looked_up = quantized_linear.rows(packed, numbers)
+    table = None if codebook is None else codebook.to(dtype).float()
+    wide = reference.dequantize(values, scales, zeros, size, table)
+    assert torch.equal(reference.dequantize(*looked_up, size, table), wide[numbers])
+
+
+@pytest.mark.parametrize(
+    ("values", "size"),
+    [
+        (torch.zeros(40, 32, dtype=torch.int8), 32),
+        (torch.zeros(32, 34, dtype=torch.int8), 34),
+        (torch.zeros(32, 32, dtype=torch.uint8), 4),
+        (torch.zeros(32, 32), 32),
+    ],
+    ids=["rows", "columns", "groups", "type"],
+)
+def test_others_are_not_taken(values: torch.Tensor, size: int) -> None:
+    assert not quantized_linear.takes(values, torch.float32, size, has_codebook=False)
+    assert not quantized_linear.takes(values, torch.float16, size, has_codebook=False)
+
+
+@pytest.mark.slow
+def test_what_other_processes_compiled_is_told_apart(tmp_path: Path) -> None:
+    """Compiled kinds are kept, one by one; a process finds those of two others."""
+    for kinds in ("float8", "bits", "float8 or bits"):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                __file__,
+                "-k",
+                f"shape0 and dtype0 and ({kinds})",
+            ],
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
