@@ -38,12 +38,7 @@ from inflight_openai.settings import FrontSettings
 WAIT_SECONDS = 60.0
 MIB = 2**20
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_loop")]
 
 
 async def until(is_so: Any) -> None:

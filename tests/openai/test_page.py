@@ -20,7 +20,7 @@ from inflight_openai.page.routes import FILES
 from inflight_openai.page.texts import MAX_PROMPT_TOKENS, TextLog
 from inflight_openai.triton_client import Piece, TritonClient
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_loop")]
 
 MAX_BYTES = 300_000
 CALLS = [
@@ -31,11 +31,6 @@ CALLS = [
     ("POST", "/page/stop"),
     ("POST", "/page/whatif"),
 ]
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 async def events(client: httpx.AsyncClient, number: int) -> list[dict[str, Any]]:
