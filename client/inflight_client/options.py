@@ -13,13 +13,14 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import numpy as np
 
 from inflight_client.errors import InvalidArgument, ServerError
 from inflight_protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME, LLM_MODEL_NAME
 from inflight_protocol.sampling import SAMPLING_OPTIONS
+from inflight_scheduler.sampling import SamplingOptions
 
 DEFAULT_MAX_TOKENS = 64
 
@@ -61,18 +62,9 @@ _QUESTION_TO_OUTPUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-class GenerateOptions(TypedDict, total=False):
+class GenerateOptions(SamplingOptions, total=False):
     """Optional settings of a request; the server decides those left out."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    no_repeat_ngram_size: int
     stop_words: Sequence[str]
     bad_words: Sequence[str]
     stop_token_ids: Sequence[int]

@@ -306,7 +306,7 @@ class FlightRecorder:
 
     @property
     def identity(self) -> str:
-        """Another one for each recorder: its numbers start anew."""
+        """A new one for each recorder, since each counts its iterations from the start."""
         return f"{self._start_ns:x}"
 
     @property

@@ -132,7 +132,7 @@ class PredictedServer:
         self.latencies = Latencies()
         self.num_refused = 0
         self.ends_us: list[float] = []
-        """When requests have left, in no order; whoever needs it empties it."""
+        """When requests have left, in no order; the caller empties it."""
         self._num_steps = 0
         self._rng = random.Random(seed)  # the same for all settings, and each time
         self._noise: list[float] = []  # of the next turns, as far as it was drawn

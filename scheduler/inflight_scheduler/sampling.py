@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 Word = tuple[int, ...]
 """A word as token ids; at least one."""
@@ -242,6 +242,20 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
     {each.name: each.metadata["setting"] for each in fields(SamplingParams) if each.metadata}
 )
 """Field of `SamplingParams` -> how clients send it, in the order of the fields."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The settings with an ``option``, under that name, for the type checkers of Python clients."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    no_repeat_ngram_size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,6 @@ from inflight_recorder.whatif import PredictedServer
 from inflight_recorder.workload import Job, Latencies, Summary
 from inflight_scheduler.kv.block_manager import ReuseStats
 
-MAX_REPLICAS = 1000
-
 
 def predict_fleet(
     settings: Settings,
