@@ -1,4 +1,4 @@
-"""Chat through OpenAI's API: inflight serve --model FOLDER, inflight openai, then this.
+"""Chat through OpenAI's API: inflight serve --model FOLDER, then this.
 
 python examples/chat.py [http://localhost:9000/v1]
 """
