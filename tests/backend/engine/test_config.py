@@ -14,6 +14,7 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.config import LatentConfig, ModelConfig
 from inflight_backend.models.families.registry import read_family
+from inflight_backend.models.quantization.schemes import Quantization
 from inflight_server.serve.settings import DEMO_MODEL
 
 
@@ -93,6 +94,7 @@ def test_an_fp8_cache_of_keys_with_biases_is_warned_of(
         ({"max_attention_window": (4, 0)}, "max_attention_window_size must be between 1"),
         ({"kv_cache_free_gpu_mem_fraction": 1.0}, "kv_cache_free_gpu_mem_fraction must be"),
         ({"kv_cache_free_gpu_mem_fraction": float("nan")}, "kv_cache_free_gpu_mem_fraction"),
+        ({"cross_kv_cache_fraction": 0.0}, "cross_kv_cache_fraction must be between 0 and 1"),
     ],
 )
 def test_settings_out_of_bounds(settings: dict[str, Any], named: str) -> None:
@@ -138,6 +140,12 @@ def test_what_cannot_be_run_is_refused(
         resolve_on_device(config, demo_like(**changes), has_triton=True)
 
 
+@pytest.mark.parametrize(("settings", "largest"), [({"device": "cuda"}, 576), (FP8_CACHE, 256)])
+def test_the_largest_heads_that_kernels_take(settings: dict[str, Any], largest: int) -> None:
+    config, model = EngineConfig(**settings), demo_like(head_dim=largest)
+    assert resolve_on_device(config, model, has_triton=True).attention_backend == "triton"
+
+
 def test_every_linear_must_fit_fp8(model: ModelConfig) -> None:
     latent = LatentConfig(kv_rank=16, nope=16, rope=8, value=16)
     odd = model.with_attention(lambda *_: {"latent": latent})
@@ -177,6 +185,25 @@ def test_the_device_is_that_of_the_machine(
         resolve(EngineConfig(**FP8), model)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"^kv_cache_dtype fp8 .* 8\.9 .* 8\.0; use model"):
         resolve(EngineConfig(**FP8_CACHE), model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capability", "kept"), [((8, 0), "model"), ((8, 9), "fp8")], ids=["8.0", "8.9"]
+)
+def test_a_cache_in_fp8_is_kept_where_the_gpu_has_it(
+    model: ModelConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    kept: str,
+) -> None:
+    """The checkpoint asks for it, the operator does not insist."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    asks = Quantization("fp8", (), kv_cache="fp8")
+    model = replace(model, quantization=asks, kv_scales=("k_scale", "v_scale"))
+    assert resolve(EngineConfig(device="cuda"), model).kv_cache_dtype == kept
+    assert ("asks for an FP8 KV cache" in caplog.text) == (kept == "model")
 
 
 @pytest.mark.fast(1)

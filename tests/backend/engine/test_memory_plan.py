@@ -45,11 +45,15 @@ CONFIG = EngineConfig(device="cpu", tokens_per_block=8, max_tokens_in_paged_kv_c
 
 
 def check_sizes(folder: Path, config: EngineConfig) -> MemoryPlan:
-    """Parameters, tables and pool of the plan against those of an engine, byte by byte."""
+    """Parameters, tables, slots and pool of the plan against those of an engine, byte by byte."""
     made, engine = make_plan(folder, config), Engine.load(folder, config)
     model = engine.model_config
     states = [each for index in model.deltas for each in engine._states.layer(index)]
-    assert sum(each.nbytes for each in states) == memory_plan.state_bytes(engine.config, model)
+    num_state_bytes = sum(each.nbytes for each in states)
+    assert num_state_bytes == memory_plan.state_bytes(engine.config, model)
+    owners = [vars(engine._slots), {"device": engine._buffer._buffer.device}]
+    slots = [each for owner in owners for each in owner.values() if hasattr(each, "data_ptr")]
+    assert made.slot_bytes == sum(each.nbytes for each in slots) + num_state_bytes
     assert engine.num_blocks == made.num_blocks
     assert engine.num_snapshots == made.num_snapshots
     assert sum(each.nbytes for each in engine._pool._tensors) == made.pool_bytes
@@ -105,14 +109,11 @@ def test_an_fp8_pool_takes_what_the_plan_of_a_gpu_says(checkpoint: Folder) -> No
 
 
 def test_what_slots_take_is_in_the_plan() -> None:
-    """Added up over the tensors of an engine; a GPU's has the tables of the adjustments, too."""
+    """A GPU's has the tables of the adjustments, too."""
     config = EngineConfig(device="cpu", max_batch_size=7, max_num_tokens=300, max_seq_len=100)
-    engine = Engine.load(DEMO_MODEL, config)
-    owners = [vars(engine._slots), {"device": engine._buffer._buffer.device}]
-    tensors = [each for owner in owners for each in owner.values() if hasattr(each, "data_ptr")]
-    on_cpu, on_gpu = make_plan(DEMO_MODEL, config), make_plan(DEMO_MODEL, config, gpu_memory=GIB)
-    assert on_cpu.slot_bytes == sum(each.nbytes for each in tensors)
-    assert on_gpu.slot_bytes - on_cpu.slot_bytes == 8 * (8 * engine.vocab_size + 912)
+    on_cpu, on_gpu = check_sizes(DEMO_MODEL, config), make_plan(DEMO_MODEL, config, gpu_memory=GIB)
+    vocab_size = read_model(DEMO_MODEL).vocab_size
+    assert on_gpu.slot_bytes - on_cpu.slot_bytes == 8 * (8 * vocab_size + 912)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(4096, 14_336), (5120, 13_824), (896, 4864)])
