@@ -75,8 +75,7 @@ from inflight_backend.models.blocks.rope import make_tables
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.decoder import Decoder
 from inflight_backend.models.encoders.cache import CrossedAttention
-from inflight_backend.models.encoders.encoder import Encoder
-from inflight_backend.models.encoders.steps import EncoderSteps
+from inflight_backend.models.encoders.encoder import Encoder, EncoderSteps
 from inflight_backend.models.families.registry import read_model
 from inflight_backend.models.kv_cache import (
     CudaMemory,

@@ -1,4 +1,5 @@
-"""An encoder: a decoder whose tokens see all others of their text, and which draws nothing."""
+"""An encoder: a decoder whose tokens see all others of their text, and which draws nothing; and its
+part of a step."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from torch.nn import functional
 from inflight_backend.models.attention import AttentionInputs, AttentionStep, HeadParameters
 from inflight_backend.models.config import AttentionConfig, ModelConfig
 from inflight_backend.models.decoder import Decoder
-from inflight_backend.models.kv_cache import RecurrentStates
+from inflight_backend.models.encoders.cache import write_answer
+from inflight_backend.models.kv_cache import KvPool, RecurrentStates
 from inflight_backend.models.layers import Parameter
 from inflight_backend.models.ops import Ops
 from inflight_backend.models.parameters import ENCODER
 from inflight_kernels import reference
+from inflight_scheduler import ScheduledBatch
 
 # Numbers of one product of queries and keys: 64 MiB in float32 bound the memory of a long text.
 _MAX_SCORES = 2**24
@@ -40,6 +43,31 @@ class Encoder:
         positions = torch.cat([torch.arange(length, device=device) for length in lengths])
         step = _EncoderStep(self._layers, lengths)
         return list(torch.split(self._decoder.forward(tokens, positions, step, None), lengths))
+
+
+class EncoderSteps:
+    """Keeps what the encoder says from its step until that in which the context starts."""
+
+    def __init__(self, encoder: Encoder, decoder: Decoder, device: str) -> None:
+        self._encoder, self._decoder, self._device = encoder, decoder, torch.device(device)
+        self._answers: dict[int, Tensor] = {}  # [num_tokens, hidden], by request
+
+    def run(self, batch: ScheduledBatch, pool: KvPool) -> None:
+        """Carry out what ``batch`` says of the encoder; ``pool`` is that of its answers."""
+        for request_id in batch.dropped_answers:
+            self._answers.pop(request_id, None)  # its step may have failed
+        for each in batch.answers:
+            answer = self._answers.pop(each.request_id)
+            write_answer(self._decoder, answer, pool, each.block_ids)
+        if batch.encoder_runs:
+            texts = [run.tokens for run in batch.encoder_runs]
+            answers = self._encoder(texts, self._device)
+            for run, answer in zip(batch.encoder_runs, answers, strict=True):
+                self._answers[run.request_id] = answer.clone()  # without those beside it
+
+    def run_largest(self, num_tokens: int) -> None:
+        """A text of ``num_tokens``, to measure what that takes."""
+        self._encoder([(0,) * num_tokens], self._device)
 
 
 @dataclass(frozen=True, slots=True)
