@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,17 +164,34 @@ class OutputGatherer:
             if gathered is not None:
                 gathered.first_token_ns = gathered.first_token_ns or now
                 gathered.last_token_ns = now
-                if outputs is None:
-                    continue
-                for name, rows in gathered.rows.items():
-                    _keep(rows, getattr(outputs, name).get(request.request_id, ()), request)
-        for found in () if outputs is None else outputs.context_log_probs:
-            one = self._gathered.get(found.request_id)
+        if outputs is not None:
+            self._keep(advanced, outputs)
+
+    def _keep(self, advanced: Sequence[LlmRequest], outputs: StepOutputs) -> None:
+        for name in _ROWS.values():
+            if found := getattr(outputs, name):
+                self._keep_rows(name, found, advanced)
+        for prompt in outputs.context_log_probs:
+            one = self._gathered.get(prompt.request_id)
             if one is not None and one.prompt is not None:
-                one.prompt.keep(found)
-        for context in () if outputs is None else outputs.context_logits:
+                one.prompt.keep(prompt)
+        for context in outputs.context_logits:
             if context.request_id in self._gathered:
                 _keep_context(self._gathered[context.request_id], context)
+
+    def _keep_rows(
+        self, name: str, found: Mapping[int, Sequence[Any]], advanced: Sequence[LlmRequest]
+    ) -> None:
+        """Keep the rows of accepted tokens: those behind a wrong draft do not count."""
+        for request in advanced:
+            gathered = self._gathered.get(request.request_id)
+            if gathered is None or (kept := gathered.rows.get(name)) is None:
+                continue
+            rows = found.get(request.request_id, ())
+            if len(rows) == 1:  # nearly always, and accepted
+                kept.append(rows[0])
+            else:
+                kept += rows[: request.num_generated_tokens - len(kept)]
 
     def take(self, request: LlmRequest, num_tokens: int, is_final: bool) -> list[NamedTensor]:
         """The tensors that go with the next ``num_tokens`` tokens of the answer.
@@ -193,14 +210,6 @@ class OutputGatherer:
     def discard(self, request_id: int) -> None:
         """Forget a request."""
         self._gathered.pop(request_id, None)
-
-
-def _keep(kept: list[Any], rows: Sequence[Any], request: LlmRequest) -> None:
-    """Keep the rows of accepted tokens: those behind a wrong draft do not count."""
-    if len(rows) == 1:  # nearly always, and accepted
-        kept.append(rows[0])
-    else:
-        kept += rows[: request.num_generated_tokens - len(kept)]
 
 
 def _keep_context(gathered: _Gathered, context: ContextLogits) -> None:

@@ -35,16 +35,8 @@ def make_tensors(
     The end id is not part of the answer (as in TensorRT-LLM, whose sequence length counts only
     tokens to be output); the tokens of a stop word are.
     """
-    make = _make_token_tensors if request.beams is None else _make_beam_tensors
-    tensors = make(request, is_final, gatherer)
-    if is_final:
-        tensors.append(NamedTensor("finish_reason", finish_reason_tensor(request.finish_reason)))
-    return tensors
-
-
-def _make_token_tensors(
-    request: LlmRequest, is_final: bool, gatherer: OutputGatherer
-) -> list[NamedTensor]:
+    if request.beams is not None:
+        return _make_beam_tensors(request, is_final, gatherer)
     start = 0 if not request.exclude_input_in_output else request.orig_prompt_len
     if request.is_streaming:
         start = request.orig_prompt_len + request.num_sent_tokens
@@ -56,6 +48,8 @@ def _make_token_tensors(
     tensors = [NamedTensor("output_ids", row(ids, INT32)), _named_length(len(ids))]
     if request.outputs is not NO_OUTPUTS:
         tensors += gatherer.take(request, end - max(start, request.orig_prompt_len), is_final)
+    if is_final:
+        tensors.append(_named_reason(request.finish_reason))
     return tensors
 
 
@@ -70,6 +64,10 @@ def make_unstarted_tensors(request: LlmRequest, arrival_ns: int) -> list[NamedTe
 @lru_cache(maxsize=64)
 def _named_length(length: int) -> NamedTensor:
     return NamedTensor("sequence_length", length_tensor(length))
+
+
+def _named_reason(reason: FinishReason) -> NamedTensor:
+    return NamedTensor("finish_reason", finish_reason_tensor(reason))
 
 
 def _make_beam_tensors(
@@ -94,6 +92,8 @@ def _make_beam_tensors(
     if request.outputs.log_probs:
         tensors += _log_probs(beams, len(answers), max(map(len, answers)))
     tensors += gatherer.take(request, sum(map(len, answers)), is_final)
+    if is_final:
+        tensors.append(_named_reason(request.finish_reason))
     return tensors
 
 

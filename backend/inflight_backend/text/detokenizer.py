@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import partial
 
 from inflight_backend.text.tokenizer import TextCodec
 
@@ -32,7 +31,7 @@ class IncrementalDetokenizer:
     def __init__(
         self, codec: TextCodec, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> None:
-        self._decode = partial(codec.decode, skip_special_tokens=skip_special_tokens)
+        self._decode = codec.decoder(skip_special_tokens=skip_special_tokens)
         self._window = _context(self._decode, prompt_ids)
         self._num_emitted = len(self._window)
         self._emitted: str | None = None  # text of the emitted part, if that was decoded before
@@ -46,12 +45,9 @@ class IncrementalDetokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Add tokens; returns the text that became certain, possibly none."""
-        if len(ids) <= _MAX_WITHHELD_TOKENS:
-            return self._push_some(ids)
-        starts = range(0, len(ids), _MAX_WITHHELD_TOKENS)
-        return "".join(self._push_some(ids[i : i + _MAX_WITHHELD_TOKENS]) for i in starts)
-
-    def _push_some(self, ids: Sequence[int]) -> str:
+        if len(ids) > _MAX_WITHHELD_TOKENS:
+            starts = range(0, len(ids), _MAX_WITHHELD_TOKENS)
+            return "".join([self.push(ids[i : i + _MAX_WITHHELD_TOKENS]) for i in starts])
         num_before = len(self._window)
         self._window += ids
         piece = self._new_text(self._window)
@@ -60,7 +56,7 @@ class IncrementalDetokenizer:
             return piece
         if len(ids) > 1:  # only a part is certain: add the tokens one by one
             del self._window[num_before:]
-            return "".join([self._push_some((token,)) for token in ids])
+            return "".join([self.push((token,)) for token in ids])
         num_new = len(self._window) - self._num_emitted
         return "" if num_new < _MAX_WITHHELD_TOKENS else self._give_up(piece)
 

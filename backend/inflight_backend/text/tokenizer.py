@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +273,10 @@ class TextCodec:
         """Text of some tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def decoder(self, *, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
+        """`decode` for every token of a stream: nothing in Python lies between."""
+        return partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token as it stands behind another: with the space that it begins with.
