@@ -386,3 +386,7 @@ def test_pages_of_adapters(tmp_path: Path) -> None:
     )
     assert made.free_bytes is not None
     assert without.free_bytes == made.free_bytes + num_bytes
+    of_free = replace(config, attention_backend="auto", lora_cache_pages=None)
+    shared = make_plan(tmp_path, of_free, gpu_memory=GIB)
+    share = int((GIB - shared.weight_bytes) * of_free.lora_cache_gpu_memory_fraction)
+    assert shared.adapter_bytes == share // (num_bytes // 9) * (num_bytes // 9) > 0
