@@ -189,6 +189,21 @@ def test_bfloat16_is_close_to_transformers(checkpoint: Folder) -> None:
     assert logits.max() - logits[token] < 0.05 * (logits.max() - logits.min())
 
 
+def test_the_longest_chunk_has_room_where_layers_have_a_window(checkpoint: Folder) -> None:
+    """A plan assigns a block for each of its tokens, though few of them stay."""
+    folder, prompt = checkpoint("mistral-window"), [7 * index % 90 for index in range(40)]
+    config = EngineConfig(
+        device="cpu",
+        max_batch_size=1,
+        max_num_tokens=40,
+        max_seq_len=48,
+        tokens_per_block=1,
+        max_tokens_in_paged_kv_cache=96,
+    )
+    driver = EngineDriver(Engine.load(folder, config))
+    assert driver.generate([Job(prompt)], 3) == [oracle_tokens(folder, prompt, 3)]
+
+
 @on_both_devices
 def test_nothing_to_run(small_engine: SmallEngine) -> None:
     engine = small_engine("llama-mha")
