@@ -83,6 +83,27 @@ def test_ranks_of_another_machine(
     assert found == ranks
 
 
+def test_places_in_a_leader_worker_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose variables are all that a pod is told."""
+    found: list[tuple[Machines, list[int]]] = []
+
+    def run_node(machines: Machines, ranks: Sequence[int], _: Path | None) -> int:
+        found.append((machines, list(ranks)))
+        return 0
+
+    monkeypatch.setattr(worker_command, "run_node", run_node)
+    for name, value in {"GROUP_SIZE": "3", "WORKER_INDEX": "2", "LEADER_ADDRESS": "h-0.h"}.items():
+        monkeypatch.setenv(f"LWS_{name}", value)
+    assert run(worker, "--tp", "6").exit_code == 0
+    assert found == [(Machines(3, "h-0.h", 29500), [4, 5])]
+    monkeypatch.setenv("LWS_WORKER_INDEX", "0")
+    settings: list[ServeSettings] = []
+    monkeypatch.setattr(launcher, "run", settings.append)
+    assert run(serve, "--tp", "6").exit_code == 0
+    parameters = settings[0].parameters
+    assert (parameters["num_nodes"], parameters["rank_address"]) == ("3", "h-0.h:29500")
+
+
 def test_where_the_first_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
