@@ -139,11 +139,11 @@ def _make_tile(num_rows: int, num_panels: int):
             places_out = {
                 (row, panel): at(out, stride_out, row, panel * size) for row, panel in grid
             }
-            read = load_bfloat16 if is_bfloat16 else load_floats
-            starts = {
-                each: bias_of(builder, bias, each[1]) if has_bias else read(builder, place)
-                for each, place in places_out.items()
-            }
+            nothing = ir.Constant(FLOATS, [0.0] * WIDTH)
+            starts = [
+                bias_of(builder, bias, panel) if has_bias else nothing
+                for panel in range(num_panels)
+            ]
             begin, loop, end = (
                 builder.block,
                 builder.append_basic_block("columns"),
@@ -154,8 +154,8 @@ def _make_tile(num_rows: int, num_panels: int):
             step = builder.phi(I64)
             step.add_incoming(ir.Constant(I64, 0), begin)
             sums = {place: builder.phi(FLOATS) for place in grid}
-            for place, total in sums.items():
-                total.add_incoming(starts[place], begin)
+            for (_, panel), total in sums.items():
+                total.add_incoming(starts[panel], begin)
             weight_offset = builder.mul(step, ir.Constant(I64, 64))
             places = [builder.add(panel, weight_offset) for panel in panels]
             weights = [builder.load(pointer_to(builder, each, FLOATS), align=64) for each in places]
@@ -173,7 +173,10 @@ def _make_tile(num_rows: int, num_panels: int):
                 total.add_incoming(added[place], loop)
             builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, end)
             builder.position_at_end(end)
+            read = load_bfloat16 if is_bfloat16 else load_floats
             for each, total in added.items():
+                if not has_bias:  # of sums that begin so LLVM 22 made poison, as `bias_of` tells
+                    total = builder.fadd(read(builder, places_out[each]), total)
                 kind = SHORTS if is_bfloat16 else FLOATS
                 stored = to_bfloat16(builder, total) if is_bfloat16 else total
                 builder.store(stored, pointer_to(builder, places_out[each], kind), align=4)
