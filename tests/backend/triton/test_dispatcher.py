@@ -280,7 +280,7 @@ def test_fault_in_a_round_ends_its_requests_and_not_the_thread(
 ) -> None:
     server = make_server(CountingEngine())
     once = Once(getattr(owner, name), error)
-    monkeypatch.setattr(owner, name, lambda *arguments: once(*arguments))
+    monkeypatch.setattr(owner, name, lambda *arguments, **options: once(*arguments, **options))
     stop = Once(server.model._frontend.stop, MemoryError("in the stop"))
     monkeypatch.setattr(server.model._frontend, "stop", stop)
     once.arm()
