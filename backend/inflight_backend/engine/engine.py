@@ -25,6 +25,7 @@ from torch import Tensor
 
 from inflight_backend.engine.adapters import DeviceSlotAdapters, SlotAdapters
 from inflight_backend.engine.config import (
+    COMPILED,
     EngineConfig,
     max_encoder_len,
     resolve,
@@ -70,7 +71,12 @@ from inflight_backend.engine.slot_table import (
     sampling_slots_of,
 )
 from inflight_backend.engine.step_buffer import StepBuffer, StepSizes, StepWords
-from inflight_backend.engine.warmup import max_memory_batch, thread_warmup_batch, warm_up
+from inflight_backend.engine.warmup import (
+    compiling_batches,
+    max_memory_batch,
+    thread_warmup_batch,
+    warm_up,
+)
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.log import get_logger
 from inflight_backend.models.attention import AttentionBackend
@@ -458,13 +464,17 @@ class Engine:
         return hidden[started.sample_rows]
 
     def prepare_thread(self) -> None:
-        """First of all in the thread that runs the steps, if another one has loaded: on CUDA a step
-        that is not recorded. torch's libraries keep a handle and a workspace for each thread
-        (cuBLAS on Hopper: 32 MiB), which no request should wait for."""
+        """First of all in the thread that runs the steps, if another one has loaded: what no
+        request should wait for. On CUDA a step that is not recorded, as torch's libraries keep a
+        handle and a workspace for each thread (cuBLAS on Hopper: 32 MiB); on a CPU steps whose
+        kernels are compiled, or read from the cache."""
         if self.config.device == "cuda":
             recordings, self._graphs = self._graphs, GraphCache()  # no request has an adapter
             self.execute(thread_warmup_batch(self.config))
             self._graphs = recordings
+        elif self.config.attention_backend == COMPILED:
+            for batch in compiling_batches(self.config):
+                self.execute(batch)
 
     def memory_usage(self) -> MemoryUsage:
         """See `StepEngine`."""
