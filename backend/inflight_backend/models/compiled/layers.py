@@ -44,7 +44,7 @@ def _can_join(layer: LayerParts) -> bool:
     if not (isinstance(attention, Attention) and isinstance(mlp, Mlp)):
         return False
     linears = map(_plain, (attention.qkv, attention.output, mlp.up, mlp.down))
-    are_staged = all(isinstance(each, StagedLinear) and each.has_stage for each in linears)
+    are_staged = all(isinstance(each, StagedLinear) for each in linears)
     return attention.is_plain and mlp.is_silu and are_staged
 
 
@@ -101,7 +101,7 @@ class _LayersProgram:
         num_rows: int,
     ) -> None:
         self._backend, self._num_rows = backend, num_rows
-        self._memory: dict[tuple[str, int], Tensor] = {}
+        self._memory: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._dtype = x.dtype
         self._num_products = 0  # of a row
         self._head_norms: list[Tensor | None] = []  # in the type that stages read
@@ -114,15 +114,15 @@ class _LayersProgram:
         following = [each.input_norm for each in layers[1:]]
         for layer, next_norm in zip(layers, [*following, final_norm], strict=True):
             found = self._attend(layer.attention, normed, stages)
-            stages.append(self._multiply(layer.attention.output, found, added))
+            stages += self._multiply(layer.attention.output, found, added)
             stages.append(
                 add_rms_norm_stage(added, residual, layer.mlp_norm, eps, normed, totals[0])
             )
             inner = self._make("inner", _plain(layer.mlp.up).num_rows)
             gated = self._make("gated", inner.shape[1] // 2)
-            stages.append(self._multiply(layer.mlp.up, normed, inner))
+            stages += self._multiply(layer.mlp.up, normed, inner)
             stages.append(silu_mul_stage(inner, gated))
-            stages.append(self._multiply(layer.mlp.down, gated, added))
+            stages += self._multiply(layer.mlp.down, gated, added)
             residual = totals[1]
             stages.append(add_rms_norm_stage(added, totals[0], next_norm, eps, normed, residual))
         self._normed = normed
@@ -130,17 +130,18 @@ class _LayersProgram:
         self._groups = np.array([groups[each.attention.index] for each in layers])
         self._program = Program(stages)
 
-    def _make(self, name: str, size: int) -> Tensor:
-        """Memory of that name for rows of a size, the same one for all layers."""
-        found = self._memory.get((name, size))
-        if found is None:
-            found = self._memory[name, size] = torch.empty(self._num_rows, size, dtype=self._dtype)
-        return found
+    def _make(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory of that name for rows of a size, the same one for all layers; of the type of x
+        unless another is given."""
+        key = name, size, dtype or self._dtype
+        if key not in self._memory:
+            self._memory[key] = torch.empty(self._num_rows, size, dtype=key[2])
+        return self._memory[key]
 
-    def _multiply(self, linear: Any, x: Tensor, out: Tensor) -> Stage:
+    def _multiply(self, linear: Any, x: Tensor, out: Tensor) -> list[Stage]:
         self._num_products += x.shape[1] * out.shape[1]
-        stage: Stage = _plain(linear).stage(x, out)
-        return stage
+        found: list[Stage] = _plain(linear).stages(x, out, self._make)
+        return found
 
     def _attend(self, attention: Attention, normed: Tensor, stages: list[Stage]) -> Tensor:
         """The stages up to what heads find."""
@@ -154,7 +155,7 @@ class _LayersProgram:
         self._head_norms += (query_norm, key_norm)
         heads = self._make("heads", _plain(attention.qkv).num_rows)
         found = self._make("found", layer.num_heads * layer.head_dim)
-        stages.append(self._multiply(attention.qkv, normed, heads))
+        stages += self._multiply(attention.qkv, normed, heads)
         self._attending.append(len(stages))
         stages.append(
             attention_stage(
