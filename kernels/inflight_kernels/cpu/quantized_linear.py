@@ -500,8 +500,7 @@ class _Tile:
         here = self._plus(self._words, loop.index, word_bytes)
         places = [self._plus(here, panel_bytes, panel) for panel in self._panels]
         words = [builder.load(pointer_to(builder, each, INTS), align=64) for each in places]
-        for each in places:
-            prefetch(builder, builder.add(each, _int(_PREFETCH_BYTES)))
+        prefetch(builder, places, _PREFETCH_BYTES)
         added = dict(zip(self._grid, loop.values, strict=True))
         step = 2 if self._is_bfloat16 else 1
         for column in range(0, in_a_word, step):
@@ -593,8 +592,7 @@ class _IntegerTile(_Tile):
         panel_bytes = builder.mul(self._columns, _int(WIDTH))
         places = [self._plus(here, panel_bytes, panel) for panel in self._panels]
         words = [builder.load(pointer_to(builder, each, INTS), align=64) for each in places]
-        for each in places:
-            prefetch(builder, builder.add(each, _int(_PREFETCH_BYTES)))
+        prefetch(builder, places, _PREFETCH_BYTES)
         added = dict(zip(self._grid, loop.values, strict=True))
         for row in self._rows:
             place = builder.add(self._plus(self._x, self._stride_x, row), loop.index)

@@ -28,6 +28,11 @@ class StagedLinear(ABC):
     def num_rows(self) -> int:
         """Columns of what it gives."""
 
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of what it reads and gives."""
+
     @abstractmethod
     def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
         """The product of x [T, columns] into ``out`` [T, num_rows], a row of which is contiguous.
@@ -59,6 +64,11 @@ class CompiledLinear(StagedLinear):
     def num_rows(self) -> int:
         """See `StagedLinear`."""
         return linear.num_rows(self._packed)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `StagedLinear`."""
+        return self._packed.dtype
 
     def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
         """See `StagedLinear`."""
@@ -124,6 +134,11 @@ class CompiledPackedLinear(StagedLinear):
         """See `StagedLinear`."""
         return self._packed.rows
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `StagedLinear`."""
+        return self._dtype
+
     def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
         """See `StagedLinear`."""
         packed, found, sums = self._packed, list[Stage](), None
@@ -141,10 +156,11 @@ class CompiledPackedLinear(StagedLinear):
 class CompiledIntegerLinear(StagedLinear):
     """`IntegerLinear`, whose numbers it has."""
 
-    __slots__ = ("_bias", "_packed")
+    __slots__ = ("_bias", "_dtype", "_packed")
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         self._packed = quantized_linear.pack_integers(weight.values, weight.scales)
+        self._dtype = weight.dtype
         self._bias = None if bias is None else bias.float()
 
     @staticmethod
@@ -162,6 +178,11 @@ class CompiledIntegerLinear(StagedLinear):
     def num_rows(self) -> int:
         """See `StagedLinear`."""
         return self._packed.rows
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `StagedLinear`."""
+        return self._dtype
 
     def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
         """See `StagedLinear`."""
@@ -189,6 +210,11 @@ class CompiledJoinedLinear(StagedLinear):
     def num_rows(self) -> int:
         """See `StagedLinear`."""
         return sum(each.num_rows for each in self._parts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `StagedLinear`."""
+        return self._parts[0].dtype
 
     def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
         """See `StagedLinear`."""
