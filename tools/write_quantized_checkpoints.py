@@ -438,7 +438,8 @@ def _of_autoawq() -> Writers:
         for name, module in model.model.layers.named_modules(prefix="model.layers"):
             if not isinstance(module, torch.nn.Linear):
                 continue
-            grouped = module.weight.detach().float().unflatten(1, (-1, size))
+            grouped = module.weight.detach().float()
+            grouped = grouped.view(len(grouped), -1, size)
             low, high = grouped.amin(2), grouped.amax(2)
             scales = ((high - low).clamp(min=1e-5) / 15).half()
             zeros = (-low / scales).round().clamp(0, 15)
