@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 import shutil
@@ -116,9 +117,21 @@ def check(name: str, found: dict[str, Any]) -> None:
     different = {
         key: (value, expected[key])
         for key, value in json.loads(json.dumps(found)).items()
-        if value != expected[key]
+        if not is_same(value, expected[key])
     }
     assert not different
+
+
+def is_same(value: Any, expected: Any) -> bool:
+    """Equal, but for the last digit of a number that is rounded."""
+    if isinstance(value, float) and isinstance(expected, float):
+        return math.isclose(value, expected, rel_tol=2e-4, abs_tol=2e-4)
+    if isinstance(value, dict) and isinstance(expected, dict):
+        keys = value.keys()
+        return keys == expected.keys() and all(is_same(value[key], expected[key]) for key in keys)
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(is_same, value, expected))
+    return bool(value == expected)
 
 
 def ask(server: ServeProcess, model: str, values: dict[str, Any]) -> Any:
