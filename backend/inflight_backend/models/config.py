@@ -32,7 +32,8 @@ class RopeConfig:
     ``2 i + 1``; ``is_backwards``: by the negative angle. ``kind``: as ``rope_type`` in config.json;
     the fields behind it belong to some kinds only. ``attention_factor`` multiplies cosines and
     sines. ``num_turning``: pairs that turn at all, the first ones (proportional). ``divisors``: of
-    each frequency (longrope).
+    each frequency (longrope), ``short_divisors`` where no more than ``original_max_positions`` are
+    served.
     """
 
     dim: int
@@ -49,6 +50,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     num_turning: int = 0
     divisors: tuple[float, ...] = ()
+    short_divisors: tuple[float, ...] = ()
     is_backwards: bool = False
 
 

@@ -298,6 +298,7 @@ OF_TENSORS = {
 leaves some over, or lets them not fit, or shows in `test_tensors_read_in_another_way_show`."""
 
 ELSEWHERE = {
+    "RopeConfig": {"short_divisors"},  # `test_model_config`
     "RoutingConfig": {"norm_eps"},  # keeps a sum above 0
     "AttentionConfig": {"relative_bias", "is_cross"},  # `test_pairs`
     "LayerConfig": {"cross"},

@@ -27,7 +27,12 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "llama-yarn": {
         "rope_parameters": None,
         "rope_theta": 1e4,
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "finetuned": True,
+        },
     },
     "qwen3_moe": {"num_local_experts": None, "num_experts": 8},
     "gemma2": {"layer_types": None, "rope_parameters": None, "rope_theta": 1e4},
@@ -56,6 +61,10 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     },
     "gpt_neox": {"rope_parameters": None, "rotary_pct": 0.25, "rotary_emb_base": 10_000},
     "exaone4": {"layer_types": None, "sliding_window_pattern": "LLLG"},
+    "bloom": {"hidden_size": None, "n_embed": 64, "n_head": None, "num_attention_heads": 4},
+    "gpt_neo": {"attention_layers": None},
+    "llama4": {"layer_types": None},
+    "smollm3-window": {"layer_types": None},
     "smollm3": {"rope_parameters": None, "rope_theta": 2e6, "layer_types": None},
     "phi3-longrope": {
         "rope_parameters": None,

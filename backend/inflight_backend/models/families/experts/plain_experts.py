@@ -74,6 +74,24 @@ def granite_moe(reader: JsonReader) -> ModelConfig:
     return with_moe(model, moe)
 
 
+@register_family("GraniteMoeHybridForCausalLM", "granitemoehybrid")
+def granite_hybrid(reader: JsonReader) -> ModelConfig:
+    """Granite 4 without recurrences (micro, 1b, 350m): what all tokens pass is all there is, or
+    stands beside experts."""
+    kinds = reader.texts(key := reader.first_of("layer_types", "layers_block_type"))
+    if set(kinds) - {"attention", "full_attention"}:
+        reader.fail(key, "holds layers of Mamba, which are not supported")
+    if reader.integer("num_local_experts", default=8, minimum=0):
+        model = granite_moe(reader)
+    else:
+        names = WeightNames(mlp="shared_mlp.", gate_up="input_linear", down="output_linear")
+        size = reader.integer("shared_intermediate_size", default=1024)
+        dense = read_plain(reader.with_values(intermediate_size=size), names=names)
+        model = with_multipliers(reader, dense)
+    turns = reader.text("position_embedding_type", default="nope") == "rope"
+    return model if turns else model.with_attention(lambda *_: {"rope": None})
+
+
 @register_family("GptOssForCausalLM", "gpt_oss", rope_theta=1.5e5)
 def gpt_oss(reader: JsonReader) -> ModelConfig:
     """Sinks, every other layer slides, experts with biases and a clamped activation."""

@@ -14,6 +14,7 @@ from inflight_backend.models.config import (
 from inflight_backend.models.families.experts.plain_experts import with_moe
 from inflight_backend.models.families.glm import ernie, hunyuan
 from inflight_backend.models.families.registry import (
+    layer_kinds,
     read_plain,
     register_family,
 )
@@ -92,6 +93,12 @@ def llama4(reader: JsonReader) -> ModelConfig:
         int((layer + 1) % 4 != 0) for layer in range(model.num_layers)
     ]
     chunk = reader.integer("attention_chunk_size", default=8192)
+    kinds = layer_kinds(
+        reader,
+        "chunked_attention",
+        "full_attention",
+        default=lambda layer: "chunked_attention" if turning[layer] else "full_attention",
+    )
     has_norm = reader.boolean("use_qk_norm", default=True)
     temperature = None
     if reader.boolean("attn_temperature_tuning", default=True):
@@ -100,7 +107,7 @@ def llama4(reader: JsonReader) -> ModelConfig:
     model = model.with_attention(
         lambda index, attention: {
             "rope": attention.rope if turning[index] else None,
-            "chunk": chunk if turning[index] else None,
+            "chunk": chunk if kinds[index] == "chunked_attention" else None,
             "qk_norm": "plain" if turning[index] and has_norm else None,
             "temperature": None if turning[index] else temperature,
         }
