@@ -644,7 +644,10 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "nanochat": ("nanochat", {}),
-    "nanochat-uncapped": ("nanochat", {"final_logit_softcapping": None, "hidden_act": "gelu"}),
+    "nanochat-uncapped": (
+        "nanochat",
+        {"final_logit_softcapping": None, "hidden_act": "gelu", "rope_parameters": _YARN},
+    ),
     "youtu": (
         "youtu",
         {
@@ -744,6 +747,7 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_chunk_size": 8,
             "no_rope_layers": [1, 1, 0],
             "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
+            "rope_parameters": _YARN,
         },
     ),
     "dots1": (

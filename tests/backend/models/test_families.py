@@ -154,6 +154,27 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     assert_close(logits_in_parts(tmp_path, tokens, "torch"), expected, is_recurrent=is_recurrent)
 
 
+@pytest.mark.fast(2)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *(
+            (name, {"hidden_act": "relu"})
+            for name in (
+                "mixtral", "qwen2_moe", "phimoe", "olmoe", "granitemoeshared", "glm4_moe", "llama4",
+                "ernie4_5_moe", "hunyuan_moe", "minimax_m2", "gemma",
+            )
+        ),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 6}),
+        ("biogpt", {"layer_norm_eps": 0.1}),
+    ],
+)  # fmt: skip
+def test_options_that_few_files_have(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    """As transformers honours them, or does not."""
+    tokens, expected = write_family(tmp_path, name, **settings)
+    assert_close(logits_in_parts(tmp_path, tokens, "torch"), expected)
+
+
 @pytest.mark.fast(8)
 @pytest.mark.parametrize(
     "name",

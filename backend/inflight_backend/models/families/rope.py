@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.config import RopeConfig
@@ -112,6 +113,11 @@ def rope_section(reader: JsonReader, kind_of_layer: str | None = None) -> JsonRe
     if kind_of_layer == "sliding_attention":
         return reader.section("no_such_section")  # scaled are the layers that see everything
     return old
+
+
+def without_scale(rope: RopeConfig | None) -> RopeConfig | None:
+    """``rope`` of heads that are normed after they have turned, where no scale is left."""
+    return rope and replace(rope, attention_factor=1.0)
 
 
 def _original(section: JsonReader, reader: JsonReader) -> int:

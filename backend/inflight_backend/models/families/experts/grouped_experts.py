@@ -14,6 +14,7 @@ from inflight_backend.models.config import (
 from inflight_backend.models.families.experts.plain_experts import with_moe
 from inflight_backend.models.families.llama import without_rope_outside_windows
 from inflight_backend.models.families.registry import (
+    read_activation,
     read_plain,
     register_family,
     windows_by_type,
@@ -49,7 +50,7 @@ def deepseek_routing(reader: JsonReader) -> RoutingConfig:
 
 def deepseek_experts(reader: JsonReader, routing: RoutingConfig) -> MoeConfig:
     """``n_routed_experts`` and ``n_shared_experts`` of ``moe_intermediate_size``."""
-    size = reader.integer("moe_intermediate_size")
+    size, activation = reader.integer("moe_intermediate_size"), read_activation(reader)
     key = reader.first_of("n_shared_experts", "num_shared_experts")
     num_shared = reader.integer(key, default=0, minimum=0)
     return MoeConfig(
@@ -57,7 +58,8 @@ def deepseek_experts(reader: JsonReader, routing: RoutingConfig) -> MoeConfig:
         reader.integer("num_experts_per_tok"),
         size,
         routing,
-        shared=MlpConfig(size * num_shared) if num_shared else None,
+        activation=activation,
+        shared=MlpConfig(size * num_shared, activation) if num_shared else None,
     )
 
 

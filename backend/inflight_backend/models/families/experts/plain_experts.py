@@ -42,6 +42,7 @@ def olmoe(reader: JsonReader) -> ModelConfig:
         reader.integer("num_experts_per_tok"),
         reader.integer("intermediate_size"),
         RoutingConfig(is_normalized=reader.boolean("norm_topk_prob", default=False)),
+        activation=read_activation(reader),
     )
     return with_moe(model, moe)
 
@@ -64,12 +65,14 @@ def granite_moe(reader: JsonReader) -> ModelConfig:
     """Granite with experts whose weights are the softmax of the chosen scores."""
     model = with_multipliers(reader, read_plain(reader, names=_GRANITE_NAMES))
     size = reader.integer("shared_intermediate_size", default=0, minimum=0)
+    activation = read_activation(reader)
     moe = MoeConfig(
         reader.integer("num_local_experts"),
         reader.integer("num_experts_per_tok"),
         reader.integer("intermediate_size"),
         RoutingConfig("softmax_of_chosen"),
-        shared=MlpConfig(size) if size else None,
+        activation=activation,
+        shared=MlpConfig(size, activation) if size else None,
     )
     return with_moe(model, moe)
 
