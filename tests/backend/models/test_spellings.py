@@ -103,6 +103,20 @@ def test_old_and_new_files_are_one_model(tmp_path: Path, name: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_decoder_that_is_only_named(kind: str) -> None:
+    """Inside LLaVA, by what transformers takes for its sizes."""
+    import transformers
+
+    outer = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+    full = config_values(transformers.AutoConfig.for_model(kind))
+    found = [
+        read_family(JsonReader({**outer, "text_config": each}, "config.json"))
+        for each in ({"model_type": kind}, full | {"dtype": None})
+    ]
+    assert found[0] == found[1]
+
+
 NEEDED = {
     "architectures", "model_type", "vocab_size", "hidden_size", "rms_norm_eps", "sliding_window",
     "max_position_embeddings", "num_key_value_heads", "attention_bias", "num_experts_per_tok",

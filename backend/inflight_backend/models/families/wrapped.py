@@ -55,6 +55,26 @@ _DEFAULTS: dict[str, dict[str, object]] = {
         "rope_local_base_freq": 1e4,
     },
     "gemma4_text": {"rms_norm_eps": 1e-6},
+    # LLaVA 1.5 and Pixtral name little but the kind of decoder.
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+    },
+    "mistral": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+    },
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
 }
 """What ``text_config`` need not write, by the decoder's ``model_type``."""
