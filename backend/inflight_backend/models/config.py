@@ -373,6 +373,7 @@ class ModelConfig:
     """A decoder. ``block``: where norms stand and what is added when (`decoder`): "pre", "post",
     "sandwich", "parallel" (one norm), "parallel2" (two norms) or "post_add".
 
+    ``is_tied``: the head is the embedding; None: if none was saved.
     ``position_offset``: of the first row of a learned table of positions, or of sines and cosines
     that are computed (``has_sinusoids``); None: without.
     ``embedding_size``: of the table where that differs from ``hidden_size``. ``layer_input_size``:
@@ -391,7 +392,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     max_position_embeddings: int
     norm: NormConfig
-    is_tied: bool
+    is_tied: bool | None
     dtype: str
     block: str = "pre"
     position_offset: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from inflight_backend.models.checkpoint_files import JsonReader
@@ -89,7 +90,8 @@ def read_wrapped(reader: JsonReader, text_type: str) -> ModelConfig:
         if key in reader:
             inner = inner.with_values(**{key: reader.value(key)})
     inner = inner.with_defaults(**_DEFAULTS.get(kind, {}))
-    return read_by_type(inner, _SAME_AS.get(kind, kind))
+    model = read_by_type(inner, _SAME_AS.get(kind, kind))
+    return model if "tie_word_embeddings" in inner else replace(model, is_tied=None)
 
 
 for _architecture, (_model_type, _text_type) in WRAPPERS.items():
