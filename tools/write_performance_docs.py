@@ -95,6 +95,7 @@ def _idle(result: Result) -> Iterator[Result]:
 
 ROWS: dict[str, Callable[[Result], Iterable[Result]]] = {
     "cpu_engine": _cpu_engine,
+    "cpu_engine_experts": _cpu_engine,
     "cpu_engine_peers": _cpu_engine,
     "cpu_steps": _cpu_steps,
     "scheduler": _scheduler,

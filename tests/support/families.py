@@ -286,6 +286,22 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "phimoe-longrope": (  # whose transformers never take the factors of long contexts
+        "phimoe",
+        {
+            "num_local_experts": 4,
+            "max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0 + 0.2 * i for i in range(8)],
+                "long_factor": [1.0 + 0.2 * i for i in range(8)],
+                "original_max_position_embeddings": 16,
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+            },
+        },
+    ),
     "phimoe": (
         "phimoe",
         {
@@ -416,6 +432,25 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 2.0}),
+    "granite4": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["attention"] * 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.4,
+        },
+    ),
+    "granite4-experts": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["attention"] * 3,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 80,
+        },
+    ),
     "granite": (
         "granite",
         {
@@ -460,6 +495,10 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}),
+    "smollm3-window": (
+        "smollm3",
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 6},
+    ),
     "stablelm": ("stablelm", {"partial_rotary_factor": 0.25, "use_qkv_bias": True}),
     "stablelm-12b": (
         "stablelm",
@@ -605,7 +644,10 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "nanochat": ("nanochat", {}),
-    "nanochat-uncapped": ("nanochat", {"final_logit_softcapping": None, "hidden_act": "gelu"}),
+    "nanochat-uncapped": (
+        "nanochat",
+        {"final_logit_softcapping": None, "hidden_act": "gelu", "rope_parameters": _YARN},
+    ),
     "youtu": (
         "youtu",
         {
@@ -636,7 +678,7 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             num_experts_per_tok=2,
             n_group=2,
             topk_group=1,
-            first_k_dense_replace=1,
+            mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
             num_shared_experts=1,
             **_MOE,
         ),
@@ -694,6 +736,18 @@ FAMILY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "floor_scale": 4,
             "attn_scale": 0.3,
             "attn_temperature_tuning": True,
+        },
+    ),
+    "llama4-kinds": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "attention_chunk_size": 8,
+            "no_rope_layers": [1, 1, 0],
+            "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
+            "rope_parameters": _YARN,
         },
     ),
     "dots1": (

@@ -32,7 +32,8 @@ class RopeConfig:
     ``2 i + 1``; ``is_backwards``: by the negative angle. ``kind``: as ``rope_type`` in config.json;
     the fields behind it belong to some kinds only. ``attention_factor`` multiplies cosines and
     sines. ``num_turning``: pairs that turn at all, the first ones (proportional). ``divisors``: of
-    each frequency (longrope).
+    each frequency (longrope), ``short_divisors`` where no more than ``original_max_positions`` are
+    served.
     """
 
     dim: int
@@ -49,6 +50,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     num_turning: int = 0
     divisors: tuple[float, ...] = ()
+    short_divisors: tuple[float, ...] = ()
     is_backwards: bool = False
 
 
@@ -371,6 +373,7 @@ class ModelConfig:
     """A decoder. ``block``: where norms stand and what is added when (`decoder`): "pre", "post",
     "sandwich", "parallel" (one norm), "parallel2" (two norms) or "post_add".
 
+    ``is_tied``: the head is the embedding; None: if none was saved.
     ``position_offset``: of the first row of a learned table of positions, or of sines and cosines
     that are computed (``has_sinusoids``); None: without.
     ``embedding_size``: of the table where that differs from ``hidden_size``. ``layer_input_size``:
@@ -389,7 +392,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     max_position_embeddings: int
     norm: NormConfig
-    is_tied: bool
+    is_tied: bool | None
     dtype: str
     block: str = "pre"
     position_offset: int | None = None

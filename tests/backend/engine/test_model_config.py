@@ -143,6 +143,17 @@ def test_rope_angles_equal_transformers(config: RopeConfig) -> None:
     torch.testing.assert_close(ours[:, 32:], sin[0, :, :32], atol=2e-5, rtol=1e-4)
 
 
+def test_longrope_takes_the_factors_of_the_served_length() -> None:
+    """Those for short contexts where nothing longer than the original is served."""
+    factors = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64, "rope_type": "longrope"}
+    found = rope(LLAMA, rope_scaling={**factors, "original_max_position_embeddings": 32})
+    tables = [make_cos_sin(found, 128, length) for length in (32, 33)]
+    plain = make_cos_sin(RopeConfig(128), 128, 33)
+    scale = found.attention_factor
+    torch.testing.assert_close(tables[0], plain[:32] * scale)
+    torch.testing.assert_close(tables[1][4], plain[1] * scale)
+
+
 TYPES = ["full_attention", "sliding_attention"] * 2
 SLIDING = {"use_sliding_window": True, "sliding_window": 64}
 MISTRAL = {**QWEN, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -197,6 +208,7 @@ def test_unknown_architecture() -> None:
 def test_model_type_is_that_of_the_architecture() -> None:
     """transformers goes by it: a Mistral's layers slide, a Llama's do not."""
     assert read(LLAMA, model_type="llama") == read(LLAMA)
+    assert read(LLAMA, model_type="llama", architectures=...) == read(LLAMA)
     text = refusal(LLAMA, model_type="mistral")
     assert "model_type 'mistral' is not that of LlamaForCausalLM, which is 'llama' or" in text
 
@@ -242,6 +254,7 @@ def test_a_family_of_ones_own_reads_its_options() -> None:
         ),
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),
         ({"is_causal": False}, "is_causal false is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ({"per_layer_config": {"1": {"sliding_window": 5}}}, "per_layer_config is not supported"),
         ({"transformers_weights": "a.safetensors"}, "transformers_weights is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not supported"),

@@ -27,7 +27,12 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "llama-yarn": {
         "rope_parameters": None,
         "rope_theta": 1e4,
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "finetuned": True,
+        },
     },
     "qwen3_moe": {"num_local_experts": None, "num_experts": 8},
     "gemma2": {"layer_types": None, "rope_parameters": None, "rope_theta": 1e4},
@@ -56,6 +61,10 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     },
     "gpt_neox": {"rope_parameters": None, "rotary_pct": 0.25, "rotary_emb_base": 10_000},
     "exaone4": {"layer_types": None, "sliding_window_pattern": "LLLG"},
+    "bloom": {"hidden_size": None, "n_embed": 64, "n_head": None, "num_attention_heads": 4},
+    "gpt_neo": {"attention_layers": None},
+    "llama4": {"layer_types": None},
+    "smollm3-window": {"layer_types": None},
     "smollm3": {"rope_parameters": None, "rope_theta": 2e6, "layer_types": None},
     "phi3-longrope": {
         "rope_parameters": None,
@@ -91,6 +100,20 @@ def test_old_and_new_files_are_one_model(tmp_path: Path, name: str) -> None:
     old = {key: value for key, value in {**new, **SPELLINGS[name]}.items() if value is not None}
     old = {key: value for key, value in old.items() if key != "transformers_version"}
     found = [read_family(JsonReader(values, "config.json")) for values in (old, new)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_decoder_that_is_only_named(kind: str) -> None:
+    """Inside LLaVA, by what transformers takes for its sizes."""
+    import transformers
+
+    outer = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+    full = config_values(transformers.AutoConfig.for_model(kind))
+    found = [
+        read_family(JsonReader({**outer, "text_config": each}, "config.json"))
+        for each in ({"model_type": kind}, full | {"dtype": None, "tie_word_embeddings": None})
+    ]
     assert found[0] == found[1]
 
 

@@ -49,8 +49,9 @@ def _frequencies(rope: RopeConfig, num_positions: int) -> Tensor:
         theta *= stretch ** (rope.dim / (rope.dim - 2))
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
     frequencies = 1.0 / (theta**exponents)
-    if rope.divisors:
-        return frequencies / torch.tensor(rope.divisors)
+    is_short = num_positions <= rope.original_max_positions
+    if divisors := rope.short_divisors if is_short else rope.divisors:
+        return frequencies / torch.tensor(divisors)
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "proportional":

@@ -13,8 +13,8 @@ from inflight_backend.models.families.registry import (
 from inflight_backend.models.families.rope import read_rope
 
 
+@register_family("LLaMAForCausalLM", "llama", max_position_embeddings=2048)
 @register_family("LlamaForCausalLM", "llama", "internlm3")
-@register_family("LLaMAForCausalLM", "llama")
 def llama(reader: JsonReader) -> ModelConfig:
     """The plain decoder, with biases where ``attention_bias`` and ``mlp_bias`` ask for them.
 
@@ -77,12 +77,20 @@ def cwm(reader: JsonReader) -> ModelConfig:
 
 @register_family("SmolLM3ForCausalLM", "smollm3", rope_theta=2e6)
 def smollm3(reader: JsonReader) -> ModelConfig:
-    """Layers with a 0 in ``no_rope_layers`` do not turn."""
-    model = read_plain(reader, tied=True)
+    """Layers with a 0 in ``no_rope_layers`` do not turn; where windows are on, they slide."""
+    num_layers = reader.integer("num_hidden_layers", maximum=1024)
     turning = reader.integers("no_rope_layers")
     if not turning:
         every = reader.integer("no_rope_layer_interval", default=4)
-        turning = [int((layer + 1) % every != 0) for layer in range(model.num_layers)]
+        turning = [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    windows = tuple[int | None, ...]()
+    if reader.boolean("use_sliding_window", default=False) and "sliding_window" in reader:
+        windows = windows_by_type(
+            reader,
+            reader.integer("sliding_window"),
+            lambda layer: "full_attention" if turning[layer] else "sliding_attention",
+        )
+    model = read_plain(reader, tied=True, windows=windows)
     return model.with_attention(
         lambda index, attention: {"rope": attention.rope if turning[index] else None}
     )

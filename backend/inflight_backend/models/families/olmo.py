@@ -10,6 +10,7 @@ from inflight_backend.models.families.registry import (
     register_family,
     windows_by_type,
 )
+from inflight_backend.models.families.rope import without_scale
 
 
 @register_family("OlmoForCausalLM", "olmo")
@@ -45,7 +46,7 @@ def nanochat(reader: JsonReader) -> ModelConfig:
     has_bias = reader.boolean("attention_bias", default=False)
     model = model.with_attention(
         lambda _, attention: {
-            "rope": replace(attention.rope, is_backwards=True) if attention.rope else None,
+            "rope": (rope := without_scale(attention.rope)) and replace(rope, is_backwards=True),
             "has_qkv_bias": has_bias,
             "has_output_bias": has_bias,
         }

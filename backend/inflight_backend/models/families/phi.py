@@ -5,7 +5,12 @@ from dataclasses import replace
 from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.config import ModelConfig, MoeConfig, RoutingConfig, WeightNames
 from inflight_backend.models.families.qwen import mixtral_names
-from inflight_backend.models.families.registry import layer_norm, read_plain, register_family
+from inflight_backend.models.families.registry import (
+    layer_norm,
+    read_activation,
+    read_plain,
+    register_family,
+)
 
 
 @register_family("PhiForCausalLM", "phi", hidden_act="gelu_new", partial_rotary_factor=0.5)
@@ -54,6 +59,7 @@ def phimoe(reader: JsonReader) -> ModelConfig:
         2,
         reader.integer("intermediate_size"),
         RoutingConfig("sparsemixer", jitter=jitter),
+        activation=read_activation(reader),
     )
     return replace(
         model.with_layers(lambda _, layer: replace(layer, mlp=moe)),

@@ -13,6 +13,7 @@ from inflight_backend.models.config import (
 )
 from inflight_backend.models.families.registry import (
     qwen_windows,
+    read_activation,
     read_plain,
     register_family,
 )
@@ -41,7 +42,8 @@ def qwen3(reader: JsonReader) -> ModelConfig:
 @register_family("Qwen2MoeForCausalLM", "qwen2_moe")
 def qwen2_moe(reader: JsonReader) -> ModelConfig:
     """Experts in some layers, and one that all tokens pass, behind a gate."""
-    shared = MlpConfig(reader.integer("shared_expert_intermediate_size"))
+    size = reader.integer("shared_expert_intermediate_size")
+    shared = MlpConfig(size, read_activation(reader))
     model = qwen2(reader)
     has_bias = reader.boolean("qkv_bias", default=True)
     model = model.with_attention(lambda *_: {"has_qkv_bias": has_bias})
@@ -50,8 +52,8 @@ def qwen2_moe(reader: JsonReader) -> ModelConfig:
 
 @register_family("Qwen3MoeForCausalLM", "qwen3_moe")
 def qwen3_moe(reader: JsonReader) -> ModelConfig:
-    """Experts in some layers of a Qwen3."""
-    return with_experts(reader, qwen3(reader), None)
+    """Experts in some layers of a Qwen3; where windows are on, all layers slide."""
+    return with_experts(reader, qwen3(reader.with_values(max_window_layers=0)), None)
 
 
 def with_experts(reader: JsonReader, model: ModelConfig, shared: MlpConfig | None) -> ModelConfig:
@@ -61,6 +63,7 @@ def with_experts(reader: JsonReader, model: ModelConfig, shared: MlpConfig | Non
         reader.integer("num_experts_per_tok"),
         reader.integer("moe_intermediate_size"),
         RoutingConfig(is_normalized=reader.boolean("norm_topk_prob", default=False)),
+        activation=read_activation(reader),
         shared=shared,
         has_shared_gate=shared is not None,
     )
@@ -86,6 +89,7 @@ def mixtral(reader: JsonReader) -> ModelConfig:
         reader.integer("num_experts_per_tok"),
         reader.integer("intermediate_size"),
         RoutingConfig(is_normalized=True),
+        activation=read_activation(reader),
     )
     names = mixtral_names(model.names)
     return replace(model.with_layers(lambda _, layer: replace(layer, mlp=moe)), names=names)
@@ -115,6 +119,7 @@ def minimax_m2(reader: JsonReader) -> ModelConfig:
         reader.integer("num_experts_per_tok"),
         reader.integer("intermediate_size"),
         RoutingConfig("sigmoid", is_normalized=True, norm_eps=1e-20, has_correction=True),
+        activation=read_activation(reader),
     )
     names = mixtral_names(model.names)
     return replace(model.with_layers(lambda _, layer: replace(layer, mlp=moe)), names=names)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.config import DeltaConfig, MlpConfig, ModelConfig, NormConfig
 from inflight_backend.models.families.qwen import with_experts
-from inflight_backend.models.families.registry import layer_kinds, read_plain, register_family
+from inflight_backend.models.families.registry import (
+    layer_kinds,
+    read_activation,
+    read_plain,
+    register_family,
+)
 
 
 def _read(reader: JsonReader, *, is_joined: bool) -> ModelConfig:
@@ -16,6 +21,8 @@ def _read(reader: JsonReader, *, is_joined: bool) -> ModelConfig:
         "linear_attention",
         default=lambda layer: "linear_attention" if (layer + 1) % every else "full_attention",
     )
+    if read_activation(reader) not in ("silu", "swish"):  # of the convolutions, too
+        reader.fail("hidden_act", "other than silu is not supported")
     norm = NormConfig(eps=reader.number("rms_norm_eps"), offset=1.0)
     shared = reader.with_defaults(partial_rotary_factor=0.25)
     model = read_plain(shared, norm=norm, qk_norm="head", is_partial=True, needs_head_dim=True)
@@ -39,7 +46,8 @@ def _read(reader: JsonReader, *, is_joined: bool) -> ModelConfig:
 
 
 def _with_experts(reader: JsonReader, model: ModelConfig) -> ModelConfig:
-    shared = MlpConfig(reader.integer("shared_expert_intermediate_size"))
+    size = reader.integer("shared_expert_intermediate_size")
+    shared = MlpConfig(size, read_activation(reader))
     return with_experts(reader.with_defaults(norm_topk_prob=True), model, shared)
 
 

@@ -103,17 +103,19 @@ def read_model(folder: Path) -> ModelConfig:
 
 
 def read_family(reader: JsonReader) -> ModelConfig:
-    """The same from an open reader, by the architecture that it names."""
-    names = reader.texts("architectures")
+    """The same from an open reader, by the architecture that it names, else by its
+    ``model_type``."""
+    kind = reader.text("model_type", default="")
+    of_kind = [name for name, family in FAMILIES.items() if kind in family.model_types]
+    names = reader.texts("architectures") or of_kind
     if not names:
         reader.fail("architectures", f"is missing; supported: {', '.join(FAMILIES)}")
     if names[0] not in FAMILIES:
         _refuse_architecture(reader, names[0])
     family = FAMILIES[names[0]]
-    found = reader.text("model_type", default=family.model_types[0])
-    if found not in family.model_types:
+    if kind and kind not in family.model_types:
         wanted = " or ".join(map(repr, family.model_types))
-        reader.fail("model_type", f"{found!r} is not that of {names[0]}, which is {wanted}")
+        reader.fail("model_type", f"{kind!r} is not that of {names[0]}, which is {wanted}")
     _refuse_unsupported(reader)
     model = _with_quantization(family.read(reader), reader)
     return replace(model, architecture=names[0])
@@ -276,8 +278,6 @@ def _read_head_dim(
         reader.fail("hidden_size", f"must be a multiple of num_attention_heads ({num_heads})")
     else:
         head_dim = hidden_size // num_heads
-    if head_dim % 2:
-        reader.fail("head_dim", f"must be even, not {head_dim}")
     return head_dim
 
 
@@ -287,6 +287,8 @@ def _refuse_unsupported(reader: JsonReader) -> None:
         reader.fail(_UNREAD_QUANTIZATION, f"(of MLX) is not supported; supported: {supported}")
     if not reader.boolean("is_causal", default=True):
         reader.fail("is_causal", "false is not supported: a token sees those before it only")
+    if reader.value(key := "use_bidirectional_attention") in (True, "all"):  # "vision": of images
+        reader.fail(key, "is not supported: a token sees those before it only")
     if "transformers_weights" in reader:
         reader.fail("transformers_weights", "is not supported; name the weights model.safetensors")
 

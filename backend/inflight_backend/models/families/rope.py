@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.config import RopeConfig
@@ -34,6 +35,7 @@ _KEYS = {
         "truncate",
         "llama_4_scaling_beta",
         "max_position_embeddings",
+        "finetuned",
     },
     "longrope": {
         "factor",
@@ -83,9 +85,11 @@ def read_rope(
         "partial_rotary_factor",
         default=reader.number("partial_rotary_factor", default=1.0),
     )
+    dim = head_dim if kind == "proportional" else dim or int(head_dim * partial)
+    if dim % 2:
+        reader.fail("head_dim", f"must be even, not {dim}, where it turns")
     if kind == "proportional":
         return RopeConfig(head_dim, theta, kind=kind, num_turning=int(partial * head_dim // 2))
-    dim = dim or int(head_dim * partial)
     rope = RopeConfig(dim, theta, is_interleaved, kind)
     if kind in ("default", "linear"):
         factor = section.number("factor", default=1.0) if kind == "linear" else 1.0
@@ -109,6 +113,11 @@ def rope_section(reader: JsonReader, kind_of_layer: str | None = None) -> JsonRe
     if kind_of_layer == "sliding_attention":
         return reader.section("no_such_section")  # scaled are the layers that see everything
     return old
+
+
+def without_scale(rope: RopeConfig | None) -> RopeConfig | None:
+    """``rope`` of heads that are normed after they have turned, where no scale is left."""
+    return rope and replace(rope, attention_factor=1.0)
 
 
 def _original(section: JsonReader, reader: JsonReader) -> int:
@@ -164,21 +173,25 @@ def _read_yarn(rope: RopeConfig, section: JsonReader, reader: JsonReader) -> Rop
 
 
 def _read_longrope(rope: RopeConfig, section: JsonReader, reader: JsonReader) -> RopeConfig:
-    """With the factors for long contexts where the model has them: a server has one table."""
+    """With the factors for long contexts if longer ones than the original are served: a server has
+    one table."""
     positions, original = reader.integer("max_position_embeddings"), _original(section, reader)
     factor = section.number("factor", default=positions / original)
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    key = "long_factor" if positions > original else "short_factor"
-    divisors = section.numbers(key)
-    if len(divisors) != rope.dim // 2:
-        section.fail(key, f"must have {rope.dim // 2} numbers, not {len(divisors)}")
+    scale = section.number("long_mscale" if positions > original else "short_mscale", default=scale)
+    divisors = section.numbers("long_factor"), section.numbers("short_factor")
+    for key, found in zip(("long_factor", "short_factor"), divisors, strict=True):
+        if len(found) != rope.dim // 2:
+            section.fail(key, f"must have {rope.dim // 2} numbers, not {len(found)}")
     return RopeConfig(
         rope.dim,
         rope.theta,
         rope.is_interleaved,
         "longrope",
+        original_max_positions=original,
         attention_factor=section.number("attention_factor", default=scale),
-        divisors=tuple(divisors),
+        divisors=tuple(divisors[0]),
+        short_divisors=tuple(divisors[1]),
     )
 
 

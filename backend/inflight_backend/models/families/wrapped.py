@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from inflight_backend.models.checkpoint_files import JsonReader
@@ -55,6 +56,26 @@ _DEFAULTS: dict[str, dict[str, object]] = {
         "rope_local_base_freq": 1e4,
     },
     "gemma4_text": {"rms_norm_eps": 1e-6},
+    # LLaVA 1.5 and Pixtral name little but the kind of decoder.
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+    },
+    "mistral": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+    },
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
 }
 """What ``text_config`` need not write, by the decoder's ``model_type``."""
@@ -69,7 +90,8 @@ def read_wrapped(reader: JsonReader, text_type: str) -> ModelConfig:
         if key in reader:
             inner = inner.with_values(**{key: reader.value(key)})
     inner = inner.with_defaults(**_DEFAULTS.get(kind, {}))
-    return read_by_type(inner, _SAME_AS.get(kind, kind))
+    model = read_by_type(inner, _SAME_AS.get(kind, kind))
+    return model if "tie_word_embeddings" in inner else replace(model, is_tied=None)
 
 
 for _architecture, (_model_type, _text_type) in WRAPPERS.items():

@@ -46,6 +46,8 @@ def fitted(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelCon
     """``config`` with the names that the checkpoint has: of a decoder inside a multimodal model, of
     one that was saved without its head, and of experts that are stacked in one tensor."""
     config = replace(config, names=_with_found_place(config.names, headers))
+    if config.is_tied is None:
+        config = replace(config, is_tied=f"{config.names.head}.weight" not in headers)
     if config.encoder is not None:
         config = _with_fitted_encoder(config, headers)
     if config.quantization is not None:

@@ -18,9 +18,14 @@ from inflight_backend.models.families.registry import (
 def bloom(reader: JsonReader) -> ModelConfig:
     """ALiBi instead of positions; embeddings are normed."""
     reader = with_inner(
-        reader, num_attention_heads="n_head", num_hidden_layers="n_layer",
+        reader,
+        hidden_size=reader.first_of("n_embed", "hidden_size"),
+        num_attention_heads=reader.first_of("n_head", "num_attention_heads"),
+        num_hidden_layers="n_layer",
         intermediate_size="n_inner",
-    )  # fmt: skip
+    )
+    if reader.boolean(key := "apply_residual_connection_post_layernorm", default=False):
+        reader.fail(key, "true is not supported")
     reader = reader.with_values(max_position_embeddings=num_positions(reader, "seq_length", 2048))
     names = replace(
         NEOX_NAMES, prefix="transformer.", layers="h.", embedding="word_embeddings",

@@ -59,6 +59,9 @@ def gpt_neo(reader: JsonReader) -> ModelConfig:
         down="c_proj",
     )  # fmt: skip
     kinds, window = reader.texts("attention_layers"), reader.integer("window_size", default=256)
+    if not kinds:
+        num_layers = reader.integer("num_hidden_layers", maximum=1024)
+        kinds = [("global", "local")[layer % 2] for layer in range(num_layers)]
     windows = tuple(window if kind == "local" else None for kind in kinds)
     model = read_plain(
         reader,

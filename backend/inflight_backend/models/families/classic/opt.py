@@ -6,7 +6,6 @@ from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.config import ModelConfig, NormConfig, WeightNames
 from inflight_backend.models.families.classic.gpt2 import with_inner
 from inflight_backend.models.families.registry import (
-    layer_norm,
     read_plain,
     register_family,
 )
@@ -51,7 +50,7 @@ def opt(reader: JsonReader) -> ModelConfig:
     )
 
 
-@register_family("BioGptForCausalLM", "biogpt", hidden_act="gelu", layer_norm_eps=1e-12)
+@register_family("BioGptForCausalLM", "biogpt", hidden_act="gelu")
 def biogpt(reader: JsonReader) -> ModelConfig:
     """OPT's layers with scaled embeddings."""
     names = WeightNames(
@@ -67,7 +66,7 @@ def biogpt(reader: JsonReader) -> ModelConfig:
     )
     model = read_plain(
         with_inner(reader),
-        norm=layer_norm(reader, "layer_norm_eps"),
+        norm=NormConfig("layer", 1e-5, has_bias=True),
         names=names,
         tied=True,
         bias=True,
@@ -86,7 +85,7 @@ def xglm(reader: JsonReader) -> ModelConfig:
         num_hidden_layers="num_layers", intermediate_size="ffn_dim",
         hidden_act="activation_function",
     )  # fmt: skip
-    model = biogpt(reader.with_values(layer_norm_eps=1e-5))
+    model = biogpt(reader)
     return replace(
         model, names=replace(model.names, prefix="model.", head="lm_head"), has_sinusoids=True
     )

@@ -13,6 +13,7 @@ from inflight_backend.models.config import (
 from inflight_backend.models.families.experts.grouped_experts import (
     deepseek_experts,
     deepseek_routing,
+    dense_layers,
     layers_behind,
 )
 from inflight_backend.models.families.experts.plain_experts import with_moe
@@ -59,12 +60,7 @@ def _read(
     if "n_routed_experts" not in reader:
         return model
     moe = deepseek_experts(reader, routing)
-    first = reader.integer("first_k_dense_replace", default=first_dense, minimum=0)
-    kinds = reader.texts("mlp_layer_types")
-    dense = (
-        [index for index, kind in enumerate(kinds) if kind == "dense"] if kinds else range(first)
-    )
-    model = with_moe(model, moe, dense)
+    model = with_moe(model, moe, dense_layers(reader, first_dense))
     return replace(model, ignored=layers_behind(model))
 
 

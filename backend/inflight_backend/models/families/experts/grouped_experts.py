@@ -1,5 +1,6 @@
 """Experts as DeepSeek V3 routes them, over plain attention: GLM-4.5, Solar, dots1, EXAONE, AFM."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from inflight_backend.models.checkpoint_files import JsonReader
@@ -13,6 +14,7 @@ from inflight_backend.models.config import (
 from inflight_backend.models.families.experts.plain_experts import with_moe
 from inflight_backend.models.families.llama import without_rope_outside_windows
 from inflight_backend.models.families.registry import (
+    read_activation,
     read_plain,
     register_family,
     windows_by_type,
@@ -22,6 +24,14 @@ from inflight_backend.models.families.registry import (
 def layers_behind(model: ModelConfig) -> tuple[str, ...]:
     """Patterns of the tensors of a layer behind the last one, which predicts a token more."""
     return (rf"(.*\.)?layers\.{model.num_layers}\..*",)
+
+
+def dense_layers(reader: JsonReader, default: int) -> Sequence[int]:
+    """Those without experts: of ``mlp_layer_types``, else the first ``first_k_dense_replace``, or
+    ``default``."""
+    if kinds := reader.texts("mlp_layer_types"):
+        return [index for index, kind in enumerate(kinds) if kind == "dense"]
+    return range(reader.integer("first_k_dense_replace", default=default, minimum=0))
 
 
 def deepseek_routing(reader: JsonReader) -> RoutingConfig:
@@ -40,7 +50,7 @@ def deepseek_routing(reader: JsonReader) -> RoutingConfig:
 
 def deepseek_experts(reader: JsonReader, routing: RoutingConfig) -> MoeConfig:
     """``n_routed_experts`` and ``n_shared_experts`` of ``moe_intermediate_size``."""
-    size = reader.integer("moe_intermediate_size")
+    size, activation = reader.integer("moe_intermediate_size"), read_activation(reader)
     key = reader.first_of("n_shared_experts", "num_shared_experts")
     num_shared = reader.integer(key, default=0, minimum=0)
     return MoeConfig(
@@ -48,7 +58,8 @@ def deepseek_experts(reader: JsonReader, routing: RoutingConfig) -> MoeConfig:
         reader.integer("num_experts_per_tok"),
         size,
         routing,
-        shared=MlpConfig(size * num_shared) if num_shared else None,
+        activation=activation,
+        shared=MlpConfig(size * num_shared, activation) if num_shared else None,
     )
 
 
@@ -59,9 +70,7 @@ def glm4_moe(reader: JsonReader) -> ModelConfig:
     model = read_plain(reader, qk_norm="head" if has_norm else None, is_partial=True)
     model = model.with_attention(lambda *_: {"has_output_bias": False})
     moe = deepseek_experts(reader, deepseek_routing(reader))
-    model = with_moe(
-        model, moe, range(reader.integer("first_k_dense_replace", default=1, minimum=0))
-    )
+    model = with_moe(model, moe, dense_layers(reader, 1))
     return replace(model, ignored=layers_behind(model))
 
 
@@ -79,9 +88,7 @@ def dots1(reader: JsonReader) -> ModelConfig:
     window = reader.integer("sliding_window") if "sliding_window" in reader else None
     model = read_plain(reader, qk_norm="head", windows=windows_by_type(reader, window))
     moe = deepseek_experts(reader, deepseek_routing(reader))
-    return with_moe(
-        model, moe, range(reader.integer("first_k_dense_replace", default=0, minimum=0))
-    )
+    return with_moe(model, moe, dense_layers(reader, 0))
 
 
 @register_family("ExaoneMoeForCausalLM", "exaone_moe", routed_scaling_factor=2.5)
@@ -90,10 +97,7 @@ def exaone_moe(reader: JsonReader) -> ModelConfig:
     model = without_rope_outside_windows(reader, read_plain(reader, qk_norm="head"))
     moe = deepseek_experts(reader, deepseek_routing(reader))
     names = replace(model.names, correction="e_score_correction_bias")
-    model = with_moe(
-        model, moe, range(reader.integer("first_k_dense_replace", default=1, minimum=0))
-    )
-    return replace(model, names=names)
+    return replace(with_moe(model, moe, dense_layers(reader, 1)), names=names)
 
 
 @register_family("AfmoeForCausalLM", "afmoe")

@@ -42,6 +42,7 @@ def olmoe(reader: JsonReader) -> ModelConfig:
         reader.integer("num_experts_per_tok"),
         reader.integer("intermediate_size"),
         RoutingConfig(is_normalized=reader.boolean("norm_topk_prob", default=False)),
+        activation=read_activation(reader),
     )
     return with_moe(model, moe)
 
@@ -64,14 +65,34 @@ def granite_moe(reader: JsonReader) -> ModelConfig:
     """Granite with experts whose weights are the softmax of the chosen scores."""
     model = with_multipliers(reader, read_plain(reader, names=_GRANITE_NAMES))
     size = reader.integer("shared_intermediate_size", default=0, minimum=0)
+    activation = read_activation(reader)
     moe = MoeConfig(
         reader.integer("num_local_experts"),
         reader.integer("num_experts_per_tok"),
         reader.integer("intermediate_size"),
         RoutingConfig("softmax_of_chosen"),
-        shared=MlpConfig(size) if size else None,
+        activation=activation,
+        shared=MlpConfig(size, activation) if size else None,
     )
     return with_moe(model, moe)
+
+
+@register_family("GraniteMoeHybridForCausalLM", "granitemoehybrid")
+def granite_hybrid(reader: JsonReader) -> ModelConfig:
+    """Granite 4 without recurrences (micro, 1b, 350m): what all tokens pass is all there is, or
+    stands beside experts."""
+    kinds = reader.texts(key := reader.first_of("layer_types", "layers_block_type"))
+    if set(kinds) - {"attention", "full_attention"}:
+        reader.fail(key, "holds layers of Mamba, which are not supported")
+    if reader.integer("num_local_experts", default=8, minimum=0):
+        model = granite_moe(reader)
+    else:
+        names = WeightNames(mlp="shared_mlp.", gate_up="input_linear", down="output_linear")
+        size = reader.integer("shared_intermediate_size", default=1024)
+        dense = read_plain(reader.with_values(intermediate_size=size), names=names)
+        model = with_multipliers(reader, dense)
+    turns = reader.text("position_embedding_type", default="nope") == "rope"
+    return model if turns else model.with_attention(lambda *_: {"rope": None})
 
 
 @register_family("GptOssForCausalLM", "gpt_oss", rope_theta=1.5e5)

@@ -14,9 +14,12 @@ from inflight_backend.models.config import (
 from inflight_backend.models.families.experts.plain_experts import with_moe
 from inflight_backend.models.families.glm import ernie, hunyuan
 from inflight_backend.models.families.registry import (
+    layer_kinds,
+    read_activation,
     read_plain,
     register_family,
 )
+from inflight_backend.models.families.rope import without_scale
 
 
 @register_family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", rope_theta=5e5)
@@ -26,12 +29,14 @@ def ernie_moe(reader: JsonReader) -> ModelConfig:
     size = reader.integer("moe_intermediate_size")
     num_shared = reader.integer("moe_num_shared_experts", default=0, minimum=0)
     has_bias = reader.boolean("use_bias", default=False)
+    activation = read_activation(reader)
     moe = MoeConfig(
         reader.integer("moe_num_experts"),
         reader.integer("moe_k"),
         size,
         RoutingConfig(is_normalized=True, norm_eps=0.0, has_correction=True),
-        shared=MlpConfig(size * num_shared, has_bias=has_bias) if num_shared else None,
+        activation=activation,
+        shared=MlpConfig(size * num_shared, activation, has_bias=has_bias) if num_shared else None,
     )
     first = reader.integer("moe_layer_start_index", default=1, minimum=0)
     last = reader.integer("moe_layer_end_index", default=-1, minimum=-1)
@@ -58,12 +63,14 @@ def hunyuan_moe(reader: JsonReader) -> ModelConfig:
         if _is_list(reader, "moe_topk")
         else (reader.integer("moe_topk"))
     )
+    activation = read_activation(reader)
     moe = MoeConfig(
         reader.integer("num_experts"),
         top_k,
         size,
         RoutingConfig(is_normalized=True),
-        shared=MlpConfig(size),
+        activation=activation,
+        shared=MlpConfig(size, activation),
     )
     names = replace(model.names, router="gate.wg", shared="shared_mlp.")
     return with_moe(replace(model, names=names), moe)
@@ -92,27 +99,37 @@ def llama4(reader: JsonReader) -> ModelConfig:
         int((layer + 1) % 4 != 0) for layer in range(model.num_layers)
     ]
     chunk = reader.integer("attention_chunk_size", default=8192)
+    kinds = layer_kinds(
+        reader,
+        "chunked_attention",
+        "full_attention",
+        default=lambda layer: "chunked_attention" if turning[layer] else "full_attention",
+    )
     has_norm = reader.boolean("use_qk_norm", default=True)
     temperature = None
     if reader.boolean("attn_temperature_tuning", default=True):
         scale = reader.number("attn_scale", default=0.1)
         temperature = (scale, float(reader.integer("floor_scale", default=8192)), 1.0)
+    if has_norm:  # behind the turning, so that its scale has no effect
+        model = model.with_attention(lambda _, each: {"rope": without_scale(each.rope)})
     model = model.with_attention(
         lambda index, attention: {
             "rope": attention.rope if turning[index] else None,
-            "chunk": chunk if turning[index] else None,
+            "chunk": chunk if kinds[index] == "chunked_attention" else None,
             "qk_norm": "plain" if turning[index] and has_norm else None,
             "temperature": None if turning[index] else temperature,
         }
     )
     every = reader.integer("interleave_moe_layer_step", default=1)
     sparse = reader.integers("moe_layers") or range(every - 1, model.num_layers, every)
+    activation = read_activation(reader)
     moe = MoeConfig(
         reader.integer("num_local_experts"),
         reader.integer("num_experts_per_tok"),
         size,
         RoutingConfig("sigmoid_of_chosen", scales_input=True),
-        shared=MlpConfig(size),
+        activation=activation,
+        shared=MlpConfig(size, activation),
     )
     return model.with_layers(
         lambda index, layer: replace(layer, mlp=moe) if index in sparse else layer

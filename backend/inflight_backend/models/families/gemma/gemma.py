@@ -25,8 +25,9 @@ SANDWICH = WeightNames(
 
 @register_family("GemmaForCausalLM", "gemma")
 def gemma(reader: JsonReader) -> ModelConfig:
-    """GELU by tanh is meant whatever ``hidden_act`` says: the first files have "gelu"."""
-    return _read(reader, WeightNames(), "gelu_tanh")
+    """GELU by tanh is meant where the first files say "gelu"."""
+    activation = read_activation(reader, default=(tanh := "gelu_pytorch_tanh"))
+    return _read(reader, WeightNames(), tanh if activation == "gelu" else activation)
 
 
 def _read(
