@@ -69,6 +69,7 @@ def test_every_script_starts(script: str, tmp_path: Path) -> None:
         ("responses", "--tokens 8 --rounds 1"),
         ("scheduler", "--active 8 --repeats 1 --iterations 3"),
         ("serving", "--streams 2 --tokens 8 --rounds 1"),
+        ("starts", "--models demo --rounds 1"),
         ("tiny_requests", "--requests 1000 --warm-up 50"),
         ("whatif", "--rounds 1 --requests 10"),
     ],

@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -316,18 +316,7 @@ class Traffic:
         """An HTTP stream whose connection is reset after its first tokens."""
         values = self._values(LONG)
         stream = await send(self._http_port, values)
-        try:
-            await asyncio.wait_for(stream.read_head(), SILENCE_SECONDS)
-            if stream.status != 200:
-                error = await asyncio.wait_for(stream.read_error(), SILENCE_SECONDS)
-                await self._count_error(error, stream.status)
-                return True
-            return await self._read_events(stream, values)
-        except ValueError as error:
-            self.tally.blame(f"an answer over HTTP could not be read: {error!r:.200}")
-            return False
-        finally:
-            stream.reset()
+        return await self._read_http("Triton", self._read_begin, stream, values)
 
     async def _completion(self) -> bool:
         """A stream of OpenAI's API, read to its end."""
@@ -336,28 +325,42 @@ class Traffic:
         asked |= {"max_tokens": values["max_tokens"], "stream": True}
         address = Address("http", HOST, self._openai.port)
         stream = await EventStream.send(address, "/v1/completions", asked)
-        text = ""
+        return await self._read_http("OpenAI's API", self._read_completion, stream, values)
+
+    async def _read_http(
+        self,
+        api: str,
+        read_events: Callable[[EventStream, dict[str, Any]], Awaitable[bool]],
+        stream: EventStream,
+        values: dict[str, Any],
+    ) -> bool:
+        """Judge the head of an answer, and with ``read_events`` what comes behind it."""
         try:
             await asyncio.wait_for(stream.read_head(), SILENCE_SECONDS)
-            if stream.status != 200:
-                error = await asyncio.wait_for(stream.read_error(), SILENCE_SECONDS)
-                await self._count_error(error, stream.status)
-                return True
-            async for event in with_limit(stream.events(), SILENCE_SECONDS):
-                if error := event.get("error"):
-                    await self._count_error(str(error["message"]))
-                    return True
-                text += event["choices"][0]["text"]
+            if stream.status == 200:
+                return await read_events(stream, values)
+            error = await asyncio.wait_for(stream.read_error(), SILENCE_SECONDS)
+            await self._count_error(error, f"{api}, HTTP status {stream.status}", stream.status)
+            return True
         except ValueError as error:
-            self.tally.blame(f"an answer of OpenAI's API could not be read: {error!r:.200}")
+            self.tally.blame(f"an answer of {api} over HTTP could not be read: {error!r:.200}")
             return False
         finally:
             stream.reset()
+
+    async def _read_completion(self, stream: EventStream, values: dict[str, Any]) -> bool:
+        """Judge all events of a completion."""
+        text = ""
+        async for event in with_limit(stream.events(), SILENCE_SECONDS):
+            if error := event.get("error"):
+                await self._count_error(str(error["message"]))
+                return True
+            text += event["choices"][0]["text"]
         is_right = is_whole(values["text_input"], text, values["max_tokens"])
         self._count("completed, OpenAI's API", values, text, is_right=is_right)
         return False
 
-    async def _read_events(self, stream: EventStream, values: dict[str, Any]) -> bool:
+    async def _read_begin(self, stream: EventStream, values: dict[str, Any]) -> bool:
         """Judge the first events of a stream."""
         text, num_wanted, num_read = "", self._draw.randrange(1, 4), 0
         async for event in with_limit(stream.events(), SILENCE_SECONDS):
@@ -463,12 +466,12 @@ class Traffic:
         self.names = [*self.names[-200:], name]
         return name
 
-    async def _count_error(self, error: str, status: int = 0) -> None:
-        """``status``: of HTTP, for a request that was refused there."""
-        if self._note_error(error, status):
+    async def _count_error(self, error: str, where: str = "", status: int = 0) -> None:
+        """``status``: of HTTP, for a request that was refused there, ``where``."""
+        if self._note_error(error, where, status):
             await asyncio.sleep(0.2)  # as a client does that is told to try again later
 
-    def _note_error(self, error: str, status: int = 0) -> bool:
+    def _note_error(self, error: str, where: str = "", status: int = 0) -> bool:
         """True for a refusal that is known."""
         for known in _REFUSALS:
             if known in error and status in (0, *_HTTP_STATUSES):
@@ -477,8 +480,7 @@ class Traffic:
                 if known in HARM:
                     self.harmed_at.append(time.monotonic())
                 return True
-        over_http = f" (HTTP status {status})" if status else ""
-        self.tally.blame(f"unexpected error{over_http}: {error}")
+        self.tally.blame(f"unexpected error{where and f' ({where})'}: {error}")
         return False
 
     def _call(self, name: str, values: dict[str, Any], model: str) -> Any:

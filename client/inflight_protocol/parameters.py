@@ -267,6 +267,13 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         ("auto", "llguidance", "none"),
         "what guides answers; auto: llguidance if it is installed and the model has a tokenizer",
     ),
+    _float(
+        "guided_decoding_compile_seconds",
+        "0.2",
+        0.01,
+        10.0,
+        "processor time that a guide may take to compile; one that needs more is refused",
+    ),
     ParameterSpec(
         "logits_processors",
         "str",

@@ -51,9 +51,9 @@ MANY_WAYS = json.dumps(
 """A schema whose texts can be read in ever more ways, the longer they are."""
 
 
-def make_service() -> GuideService:
-    """One with nothing in its cache."""
-    return GuideService(GuidedDecodingConfig(), DEMO_MODEL, VOCAB_SIZE)
+def make_service(**settings: Any) -> GuideService:
+    """One with nothing in its cache; ``settings`` of a `GuidedDecodingConfig`."""
+    return GuideService(GuidedDecodingConfig(**settings), DEMO_MODEL, VOCAB_SIZE)
 
 
 @lru_cache

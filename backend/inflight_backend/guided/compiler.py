@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import signal
 import threading
 import time
 from collections import OrderedDict
@@ -33,7 +34,6 @@ from inflight_backend.errors import (
 )
 from inflight_backend.guided.guide import GUIDE_FIELD, TYPE_FIELD, Guide, GuideType
 from inflight_backend.guided.matchers import (
-    TOO_MUCH,
     EbnfGuide,
     LlguidanceGuide,
     in_short,
@@ -57,6 +57,9 @@ BACKENDS = ("auto", "llguidance", "none")
 COMPILE_SECONDS = 10.0
 """How long a request waits for its guide, the time in the queue included."""
 
+MIN_COMPILE_SECONDS = 0.01
+"""Of processor time that a guide may take at least: some ticks of the system's clock."""
+
 MAX_CACHED = 64
 """Compiled guides that are kept for later requests."""
 
@@ -64,23 +67,33 @@ MAX_WAITING = 256
 """Guides that wait to be compiled, 256 KiB each at most."""
 
 _NUM_THREADS = 2
-_CHILD_CPU_SECONDS = 4  # 256 KiB of properties take 1.5 s
 _CHILD_BYTES = 2**29  # more than the server has now
+_FAILED = (
+    f"'{GUIDE_FIELD}' takes more than {_CHILD_BYTES // 2**20} MiB to compile, or ends the "
+    "compiler; simplify it"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class GuidedDecodingConfig:
     """``backend``: llguidance (with xgrammar for EBNF grammars), none, or auto for llguidance where
     it is installed and the model has a tokenizer. ``tokenizer_dir`` is the folder of the
-    tokenizer, None for the checkpoint."""
+    tokenizer, None for the checkpoint. ``compile_seconds`` is the processor time that a guide may
+    take: time that passes would refuse good guides on a busy machine."""
 
     backend: str = "auto"
     tokenizer_dir: str | None = None
+    compile_seconds: float = 0.2
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigurationError(
                 f"guided_decoding_backend is {self.backend!r}: choose one of {', '.join(BACKENDS)}"
+            )
+        if not MIN_COMPILE_SECONDS <= self.compile_seconds <= COMPILE_SECONDS:
+            raise ConfigurationError(
+                f"guided_decoding_compile_seconds is {self.compile_seconds:g}: it must be between "
+                f"{MIN_COMPILE_SECONDS:g} and {COMPILE_SECONDS:g}"
             )
 
 
@@ -138,6 +151,7 @@ class GuideService:
         self.end_id = -1
         self.more_end_ids: tuple[int, ...] = ()
         self._vocab_size = vocab_size
+        self._compile_seconds = config.compile_seconds
         self._tokenizer_json: Callable[[], str] = str
         self._special: Mapping[str, int] = {}
         self._tokenizer: LLTokenizer | None = None
@@ -255,7 +269,7 @@ class GuideService:
         else:
             grammar = to_grammar(guide, self._special)
             work = partial(LlguidanceGuide.compile, guide, grammar, tokenizer)
-        _try_in_child(work)
+        _try_in_child(work, self._compile_seconds)
         return work()
 
     def _load_tokenizer(self) -> LLTokenizer:
@@ -295,7 +309,7 @@ def _is_worn(future: Future[CompiledGuide]) -> bool:
     return future.done() and future.exception() is None and future.result().is_worn()
 
 
-def _try_in_child(work: Callable[[], object]) -> None:
+def _try_in_child(work: Callable[[], object], cpu_seconds: float) -> None:
     """Do ``work`` in a forked child process within limits on CPU time and memory.
 
     `InvalidRequest` if ``work`` raises it, or if the child meets a limit or ends by a fault. The
@@ -304,13 +318,16 @@ def _try_in_child(work: Callable[[], object]) -> None:
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send_error, args=(work, sender), daemon=True)
+    child = context.Process(target=_send_error, args=(work, cpu_seconds, sender), daemon=True)
     child.start()
     sender.close()
+    error: BaseException | None
     try:
-        error = receiver.recv() if receiver.poll(COMPILE_SECONDS) else InvalidRequest(TOO_MUCH)
+        error = receiver.recv() if receiver.poll(COMPILE_SECONDS) else InvalidRequest(_FAILED)
     except EOFError:
-        error = InvalidRequest(TOO_MUCH)
+        child.join()
+        is_late = child.exitcode == -signal.SIGPROF
+        error = InvalidRequest(_takes_too_long(cpu_seconds) if is_late else _FAILED)
     finally:
         child.kill()
         child.join()
@@ -319,20 +336,31 @@ def _try_in_child(work: Callable[[], object]) -> None:
         raise error
 
 
-def _send_error(work: Callable[[], object], sender: Any) -> None:
+def _takes_too_long(cpu_seconds: float) -> str:
+    return (
+        f"'{GUIDE_FIELD}' takes more than {cpu_seconds:g} s of processor time to compile, the "
+        "limit guided_decoding_compile_seconds; simplify it"
+    )
+
+
+def _send_error(work: Callable[[], object], cpu_seconds: float, sender: Any) -> None:
     """In the child: do ``work``, and send None or what it raises."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the libraries' last words may quote the guide
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + _CHILD_BYTES,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (_CHILD_CPU_SECONDS,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The timer ends the process by itself: the libraries never come back to Python meanwhile. A
+    # limit of the system would count whole seconds.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     error: BaseException | None = None
     try:
         work()
     except InvalidRequest as refusal:
         error = refusal
     except MemoryError:
-        error = InvalidRequest(TOO_MUCH)
+        error = InvalidRequest(_FAILED)
     except BaseException as failure:  # without its text, which may quote the guide
         error = RuntimeError(type(failure).__name__)
     sender.send(error)

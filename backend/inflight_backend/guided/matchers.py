@@ -36,8 +36,6 @@ _logger = get_logger(__name__)
 MAX_COMPILED_BYTES = 64 * 2**20
 """Size of a compiled EBNF grammar; a guide of llguidance takes at most some 40 MB."""
 
-TOO_MUCH = f"'{GUIDE_FIELD}' takes too much time or memory to compile; simplify it"
-
 # Both libraries call themselves for every reference, and a full stack ends the process. A chain of
 # as many as a schema holds takes some 30 MB; what is not used takes no memory.
 _STACK_BYTES = 128 * 2**20
@@ -144,7 +142,10 @@ class EbnfGuide:
         except RuntimeError as error:
             raise _invalid(guide, _XGRAMMAR_PLACE.sub("", str(error))) from None
         if compiled.memory_size_bytes > MAX_COMPILED_BYTES:
-            raise InvalidRequest(TOO_MUCH)
+            raise InvalidRequest(
+                f"'{GUIDE_FIELD}' has {compiled.memory_size_bytes} bytes when compiled; the limit "
+                f"is {MAX_COMPILED_BYTES}; simplify it"
+            )
         made = cls(compiled, tokenizer.vocab_size)
         if not made.new_matcher().next_mask().any():
             raise _invalid(guide, _NO_TEXT)

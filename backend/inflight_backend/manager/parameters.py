@@ -200,7 +200,9 @@ class TrtGptModelOptionalParams:
             ],
             "overlap_scheduler": OverlapScheduler(parameters.overlap_scheduler),
             "guided_decoding_config": GuidedDecodingConfig(
-                parameters.guided_decoding_backend, parameters.tokenizer_dir
+                parameters.guided_decoding_backend,
+                parameters.tokenizer_dir,
+                parameters.guided_decoding_compile_seconds,
             ),
             "logits_processors": find_logits_processors(parameters.logits_processors),
             "speculative_decoding_config": SpeculativeDecodingConfig(

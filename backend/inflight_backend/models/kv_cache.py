@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -151,6 +152,16 @@ class RecurrentStates:
                 tensor[slots] = tensor[parents]
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """On a CPU the system gives pages as they are first written: clearing gigabytes would take more
+    of a start than the weights of a small model."""
+    num_bytes = prod(shape) * dtype.itemsize
+    if device != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
 class KvPool:
     """Keys and values of all layers, in the regions of a `CacheLayout`: for the regions of one size
     one tensor [num_regions, num_blocks, tokens_per_block, size].
@@ -181,8 +192,8 @@ class KvPool:
         for size in dict.fromkeys(sizes):
             shape = (sizes.count(size), num_blocks, tokens_per_block, size)
             try:
-                memory = torch.zeros(shape, dtype=dtype, device=device)
-            except (RuntimeError, MemoryError):
+                memory = _zeros(shape, dtype, device)
+            except (RuntimeError, MemoryError, OSError):
                 raise ConfigurationError(
                     f"no memory on {device} for {num_blocks} KV blocks; "
                     "lower max_tokens_in_paged_kv_cache"

@@ -77,7 +77,8 @@ def test_a_compilation_that_hangs_or_crashes_ends_its_request_only(
         patch.setattr(module, "COMPILE_SECONDS", 0.5 if fault == "hangs" else WAIT)
         for text in "abc":  # more than there are threads
             with pytest.raises(
-                InvalidRequest, match=r"not compiled within|too much time or memory"
+                InvalidRequest,
+                match=r"not compiled within|takes more than 512 MiB to compile, or ends",
             ):
                 compile_guide(Guide(REGEX, text), own).take()
     compile_guide(Guide(REGEX, "d"), own).take()
@@ -202,6 +203,8 @@ def test_without_a_library_its_guides_are_refused_and_everything_else_runs(
         GuideService(GuidedDecodingConfig("llguidance"), DEMO_MODEL, VOCAB_SIZE)
     with pytest.raises(ConfigurationError, match="choose one of auto, llguidance, none"):
         GuidedDecodingConfig("xgrammar")
+    with pytest.raises(ConfigurationError, match=r"compile_seconds is 0: .* between 0\.01 and 10"):
+        GuidedDecodingConfig(compile_seconds=0)
 
 
 @pytest.mark.case(89)

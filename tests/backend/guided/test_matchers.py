@@ -214,7 +214,11 @@ def test_structural_tags(content: dict[str, Any], good: str, bad: str) -> None:
         (EBNF, 'root ::= [a-b] "c"{3,2}', "Lower bound is larger than upper bound"),
         (REGEX, "a(?=b)", "look-around"),
         (REGEX, "(a)\\1", "backreferences are not supported"),
-        (REGEX, "a?" * 20_000, "takes too much time or memory to compile; simplify it"),
+        (
+            REGEX,
+            "a?" * 20_000,
+            "takes more than 0.2 s of processor time to compile, the limit guided",
+        ),
         (REGEX, "[", "is no regex that can be used: invalid regex"),
         (REGEX, r"[^\x00-\U0010FFFF]", "is no regex that can be used: there is no text"),
         (SCHEMA, '{"type": "nothing"}', "can be used: Invalid type: nothing"),
@@ -298,7 +302,7 @@ def test_a_guide_that_means_harm_compiles_or_is_refused_in_seconds(
     start = time.process_time()  # of all threads
     with suppress(InvalidRequest):
         Answer(Guide(guide_type, text)).allowed()
-    assert time.process_time() - start < 8
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.case(55)
@@ -322,19 +326,20 @@ def test_a_token_costs_little_however_much_is_bound_to_follow(guide: Guide, text
 @pytest.mark.parametrize(
     "link", ['{"properties":{"a":%s}}', '{"anyOf":[%s,{"type":"null"}]}', '{"allOf":[%s]}']
 )
-def test_a_long_chain_of_references_is_compiled(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_chain_of_references_is_compiled(link: str) -> None:
     """The library calls itself for each: its stack was full, which ends the process."""
-    monkeypatch.setattr("inflight_backend.guided.compiler.COMPILE_SECONDS", WAIT)  # 2 are needed
     count = 125_000 // (len(link) + 30)
     parts = [f'"d{i}":' + link % f'{{"$ref":"#/$defs/d{i + 1}"}}' for i in range(count)]
     schema = f'{{"$ref":"#/$defs/d0","$defs":{{{",".join(parts)},"d{count}":{{}}}}}}'
-    assert Answer(Guide(SCHEMA, schema)).allowed()
+    assert Answer(Guide(SCHEMA, schema), make_service(compile_seconds=10.0)).allowed()
 
 
 def test_a_compiled_grammar_has_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_COMPILED_BYTES", 2**20)
     large = Guide(EBNF, 'root ::= "' + "a" * 60_000 + '"')
-    with pytest.raises(InvalidRequest, match="too much time or memory"):
+    with pytest.raises(
+        InvalidRequest, match=r"has \d{8} bytes when compiled; the limit is 1048576"
+    ):
         compile_guide(large, make_service()).take()
 
 

@@ -102,6 +102,11 @@ def test_bad_values_name_key_and_bound(key: str, text: str, message: str) -> Non
             "guided_decoding_config.backend",
             {"": "auto", "none": "none", "llguidance": "llguidance"},
         ),
+        (
+            "guided_decoding_compile_seconds",
+            "guided_decoding_config.compile_seconds",
+            {"": 0.2, "1.5": 1.5},
+        ),
         ("enable_chunked_context", "enable_chunked_context", {"": None, "true": True}),
         (
             "context_chunking_policy",

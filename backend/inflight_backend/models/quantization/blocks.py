@@ -77,6 +77,7 @@ def _half(blocks: Tensor, place: int) -> Tensor:
 
 def _nibbles(data: Tensor) -> Tensor:
     """[..., n] bytes -> [..., 2 n]: the low halves, then the high ones."""
+    data = data.contiguous()  # of a block that has more: torch is slow with such gaps
     return torch.cat((data & 15, data >> 4), dim=-1)
 
 
