@@ -1,8 +1,8 @@
 """What adapters cost on a CPU: linears of a layer, and whole steps of 64 generations.
 
 Linears are those of a Llama of 1.1 B parameters, all of a layer with adapters over them without.
-Steps are those of a random Llama of about 100 M parameters (float32, seeded, made in a temporary
-folder): without LoRA, with LoRA that nobody uses, and with 1, 8 and 64 adapters among 64 requests
+Steps are those of a random Llama with 6 such layers (float32, seeded, made in a temporary folder):
+without LoRA, with LoRA that nobody uses, and with 1, 8 and 64 adapters among 64 requests
 that generate; and the step in which a 65th adapter is loaded.
 All settings take turns, and a figure is the median over the rounds.
 
@@ -33,9 +33,9 @@ from inflight_backend.models.blocks.lora import (
     AdapterPart,
     Multiply,
     StepAdapters,
-    TorchAdapters,
 )
-from inflight_backend.models.layers import Linear
+from inflight_backend.models.compiled.linears import CompiledLinear
+from inflight_backend.models.compiled.lora import CompiledAdapters
 from inflight_scheduler import AdapterAssignment, LlmRequest, ScheduledBatch
 from random_llama import num_parameters, random_llama
 from report import describe_run, write_result
@@ -46,11 +46,11 @@ _LINEARS = {"qkv": (1, (1, 1 / 8, 1 / 8)), "output": (1, (1,)), "gate_up": (1, (
 _CASES = ((8, 0), (8, 1), (8, 8), (64, 0), (64, 1), (64, 8), (64, 64))
 _TARGETS = {"0": 1.0, "1": 1.05, "8": 1.08, "64": 1.35}
 """Of adapters of rank 16 among 64 rows: a step over one without LoRA."""
-_NUM_REQUESTS, _RANK = 64, 16
+_NUM_REQUESTS, _NUM_PROMPT_TOKENS, _RANK = 64, 8, 16
 _SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
           "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-_LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
-          "num_attention_heads": 12, "num_key_value_heads": 4}  # fmt: skip
+_LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6,
+          "num_attention_heads": 32, "num_key_value_heads": 4}  # fmt: skip
 
 
 def main() -> None:
@@ -89,16 +89,16 @@ def main() -> None:
 
 
 def _measure_linears(hidden_size: int, rank: int, rounds: int) -> list[dict[str, float]]:
-    table, plain, adapted = TorchAdapters(), list[Multiply](), list[Multiply]()
+    table, plain, adapted = CompiledAdapters(torch.float32), list[Multiply](), list[Multiply]()
     sizes = {
         name: (int(columns * hidden_size), [int(part * hidden_size) for part in parts])
         for name, (columns, parts) in _LINEARS.items()
     }
     for name, (columns, parts) in sizes.items():
-        plain.append(Linear(torch.randn(sum(parts), columns)))
+        plain.append(CompiledLinear(torch.randn(sum(parts), columns), None))
         adapted.append(table.wrap(name, plain[-1], None, of_draws=False))
     for place in range(64):
-        table.load(place, _adapter(sizes, rank))
+        table.load(place, table.prepare(_adapter(sizes, rank)))
     rows = []
     for num_rows, num_adapters in _CASES:
         inputs = [torch.randn(num_rows, columns) for columns, _ in sizes.values()]
@@ -122,10 +122,10 @@ def _adapter(sizes: dict[str, tuple[int, list[int]]], rank: int, scale: float = 
 
 
 def _seconds(linears: Sequence[Multiply], inputs: Sequence[Tensor]) -> float:
-    started = time.thread_time()
+    started = time.perf_counter()
     for linear, x in zip(linears, inputs, strict=True):
         linear(x)
-    return time.thread_time() - started
+    return time.perf_counter() - started
 
 
 class _Adapted:
@@ -154,7 +154,7 @@ class _Adapted:
 
 
 def _measure_steps(folder: Path, rounds: int, num_steps: int) -> dict[str, Any]:
-    num_tokens = 32 + num_steps + 1
+    num_tokens = _NUM_PROMPT_TOKENS + num_steps + 1
     engines = {
         is_on: load_engine(folder, _NUM_REQUESTS, num_tokens, enable_lora=is_on)
         for is_on in (False, True)
@@ -195,7 +195,11 @@ def _run(
 ) -> list[float]:
     """Seconds of steps in which all requests generate, behind the one of their prompts."""
     requests = [
-        LlmRequest(number, [(7 * number + 3 * place) % 1000 for place in range(32)], num_steps + 1)
+        LlmRequest(
+            number,
+            [(7 * number + 3 * place) % 1000 for place in range(_NUM_PROMPT_TOKENS)],
+            num_steps + 1,
+        )
         for number in range(1, _NUM_REQUESTS + 1)
     ]
     wrapped: Any = _Adapted(engine, newcomer, 1 + num_steps // 2 if newcomer else -1)

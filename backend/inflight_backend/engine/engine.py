@@ -377,7 +377,12 @@ class Engine:
         pages = replace(pages, num_pages=self._ranks.least(pages.num_pages))
         if config.attention_backend == "triton":
             return DeviceSlotAdapters(config, model, pages)
-        return SlotAdapters(TorchAdapters(config.device), pages, config.num_slots)
+        table = TorchAdapters(config.device)
+        if config.attention_backend == "compiled":
+            from inflight_backend.models.compiled.lora import CompiledAdapters  # needs numba
+
+            table = CompiledAdapters(config.torch_dtype)
+        return SlotAdapters(table, pages, config.num_slots)
 
     def _forward(
         self, batch: ScheduledBatch, words: StepWords, observed: Sequence[tuple[int, ContextChunk]]

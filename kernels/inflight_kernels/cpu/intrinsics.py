@@ -103,6 +103,17 @@ def pointer_to(builder, address, kind):
     return builder.inttoptr(address, kind.as_pointer())
 
 
+def load_floats(builder, address):
+    """A vector of float32 that lies there."""
+    return builder.load(pointer_to(builder, address, FLOATS), align=4)
+
+
+def load_bfloat16(builder, address):
+    """A vector of bfloat16 that lies there, as float32."""
+    bits = builder.zext(builder.load(pointer_to(builder, address, SHORTS), align=2), INTS)
+    return builder.bitcast(builder.shl(bits, constant(16)), FLOATS)
+
+
 def splat(builder, scalar):
     """A vector of one float32."""
     undefined = ir.Constant(FLOATS, ir.Undefined)
@@ -126,8 +137,7 @@ def to_bfloat16(builder, floats):
 def bias_of(builder, bias, panel):
     """float32 numbers of a panel at that address. (There is always one, of zeros if need be: of a
     branch around the load LLVM 22 made poison in a tile of one row and panel without AVX-512.)"""
-    place = builder.add(bias, ir.Constant(I64, panel * WIDTH * 4))
-    return builder.load(pointer_to(builder, place, FLOATS), align=4)
+    return load_floats(builder, builder.add(bias, ir.Constant(I64, panel * WIDTH * 4)))
 
 
 @cache
@@ -136,14 +146,16 @@ def no_bias(rows: int) -> Tensor:
     return torch.zeros(rows)
 
 
-def prefetch(builder, address):
-    """Read the line of an address into the caches."""
+def prefetch(builder, addresses, offset):
+    """Read the lines that lie ``offset`` bytes behind addresses into the caches."""
     pointer = ir.IntType(8).as_pointer()
     function = builder.module.declare_intrinsic(
         "llvm.prefetch", (pointer,), ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     )
     numbers = [ir.Constant(I32, number) for number in (0, 3, 1)]  # to read, soon, data
-    builder.call(function, [builder.inttoptr(address, pointer), *numbers])
+    for address in addresses:
+        place = builder.add(address, ir.Constant(I64, offset))
+        builder.call(function, [builder.inttoptr(place, pointer), *numbers])
 
 
 def multiply_add(builder, x, weight, total):

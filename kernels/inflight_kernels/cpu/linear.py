@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from torch import Tensor
 from torch.nn import functional
 
@@ -34,6 +34,8 @@ from inflight_kernels.cpu.intrinsics import (
     WIDTH,
     bias_of,
     finish_piece,
+    load_bfloat16,
+    load_floats,
     multiply_add,
     multiply_add_pairs,
     no_bias,
@@ -120,8 +122,8 @@ def _make_tile(num_rows: int, num_panels: int):
     @intrinsic
     def tile(_, like, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out):
         """Addresses and bytes; a step is 4 bytes of x. Numbers are ``like`` it: uint16 stands for
-        bfloat16."""
-        is_bfloat16 = like == types.uint16
+        bfloat16. ``bias`` None: the product is added to what ``out`` has."""
+        is_bfloat16, has_bias = like == types.uint16, bias == types.int64
 
         def generate(context, builder, signature, arguments):
             _, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out = arguments
@@ -133,7 +135,15 @@ def _make_tile(num_rows: int, num_panels: int):
             x_rows = [at(x, stride_x, row) for row in range(num_rows)]
             panels = [at(weight, stride_panel, panel) for panel in range(num_panels)]
             multiply = multiply_add_pairs if is_bfloat16 else multiply_add
-            starts = [bias_of(builder, bias, panel) for panel in range(num_panels)]
+            size = WIDTH * (2 if is_bfloat16 else 4)
+            places_out = {
+                (row, panel): at(out, stride_out, row, panel * size) for row, panel in grid
+            }
+            nothing = ir.Constant(FLOATS, [0.0] * WIDTH)
+            starts = [
+                bias_of(builder, bias, panel) if has_bias else nothing
+                for panel in range(num_panels)
+            ]
             begin, loop, end = (
                 builder.block,
                 builder.append_basic_block("columns"),
@@ -149,8 +159,7 @@ def _make_tile(num_rows: int, num_panels: int):
             weight_offset = builder.mul(step, ir.Constant(I64, 64))
             places = [builder.add(panel, weight_offset) for panel in panels]
             weights = [builder.load(pointer_to(builder, each, FLOATS), align=64) for each in places]
-            for each in places:
-                prefetch(builder, builder.add(each, ir.Constant(I64, _PREFETCH_BYTES)))
+            prefetch(builder, places, _PREFETCH_BYTES)
             x_offset = builder.mul(step, ir.Constant(I64, 4))
             added = {}
             for row in range(num_rows):
@@ -164,15 +173,16 @@ def _make_tile(num_rows: int, num_panels: int):
                 total.add_incoming(added[place], loop)
             builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, end)
             builder.position_at_end(end)
-            for (row, panel), total in added.items():
-                size = WIDTH * (2 if is_bfloat16 else 4)
-                place = at(out, stride_out, row, panel * size)
+            read = load_bfloat16 if is_bfloat16 else load_floats
+            for each, total in added.items():
+                if not has_bias:  # of sums that begin so LLVM 22 made poison, as `bias_of` tells
+                    total = builder.fadd(read(builder, places_out[each]), total)
                 kind = SHORTS if is_bfloat16 else FLOATS
                 stored = to_bfloat16(builder, total) if is_bfloat16 else total
-                builder.store(stored, pointer_to(builder, place, kind), align=4)
+                builder.store(stored, pointer_to(builder, places_out[each], kind), align=4)
             return context.get_dummy_value()
 
-        return types.void(like, *[types.int64] * 8), generate
+        return types.void(like, *[types.int64] * 5, bias, *[types.int64] * 2), generate
 
     return tile
 
@@ -226,14 +236,26 @@ def _multiply_panel(like, x, stride_x, weight, stride_panel, steps, bias, out, s
         row += 1
 
 
+def part_of_bias(bias, first):
+    """The address of a panel's numbers; None of None."""
+
+
+@overload(part_of_bias, inline="always")
+def _part_of_bias(bias, first):
+    if bias == types.none:
+        return lambda bias, first: None
+    return lambda bias, first: bias + first * WIDTH * 4
+
+
 @njit(**FAST)
-def _multiply_panels(
+def multiply_panels(
     like, x, stride_x, weight, stride_panel, steps, bias, out, stride_out, count, first, end, size
 ):
-    """``count`` rows of x times panels ``first`` to ``end``; ``size``: bytes of a number."""
+    """``count`` rows of x times panels ``first`` to ``end``; ``size``: bytes of a number. All
+    others as a tile has them."""
     while first < end:
         panel, place = weight + first * stride_panel, out + first * WIDTH * size
-        own_bias = bias + first * WIDTH * 4
+        own_bias = part_of_bias(bias, first)
         if count == 1 and end - first == _PANELS_OF_ONE_ROW:
             _tile_of_one_row(
                 like, x, stride_x, panel, stride_panel, steps, own_bias, place, stride_out
@@ -266,7 +288,7 @@ def _run(pointer, size, like):
         if piece >= num_pieces:
             break
         first, row = piece // num_parts * at_a_time, piece % num_parts * _ROWS_AT_A_TIME
-        _multiply_panels(
+        multiply_panels(
             like, x + row * stride_x, stride_x, weight, steps * 64, steps, bias,
             out + row * stride_out, stride_out, min(_ROWS_AT_A_TIME, num_tokens - row),
             first, min(first + at_a_time, num_panels), size,

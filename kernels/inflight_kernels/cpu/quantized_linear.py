@@ -337,8 +337,7 @@ class _Tile:
         here = self._plus(self._words, loop.index, word_bytes)
         places = [self._plus(here, panel_bytes, panel) for panel in self._panels]
         words = [builder.load(pointer_to(builder, each, INTS), align=64) for each in places]
-        for each in places:
-            prefetch(builder, builder.add(each, _int(_PREFETCH_BYTES)))
+        prefetch(builder, places, _PREFETCH_BYTES)
         added = dict(zip(self._grid, loop.values, strict=True))
         step = 2 if self._is_bfloat16 else 1
         for column in range(0, in_a_word, step):

@@ -18,6 +18,7 @@ from inflight_kernels.cpu.intrinsics import (
     F32,
     FLOATS,
     I64,
+    WIDTH,
     multiply_add,
     multiply_add_pairs,
     pointer_to,
@@ -63,7 +64,6 @@ def make_adding_tile(num_rows: int, num_panels: int):
 
             x_rows = [at(x, x_row, row) for row in range(num_rows)]
             panels = [at(weight, weight_panel, panel) for panel in range(num_panels)]
-            starts = {each: builder.load(place(*each), align=4) for each in grid}
             begin, loop, end = (
                 builder.block,
                 builder.append_basic_block("steps"),
@@ -74,8 +74,8 @@ def make_adding_tile(num_rows: int, num_panels: int):
             step = builder.phi(I64)
             step.add_incoming(ir.Constant(I64, 0), begin)
             sums = {each: builder.phi(FLOATS) for each in grid}
-            for each, total in sums.items():
-                total.add_incoming(starts[each], begin)
+            for total in sums.values():
+                total.add_incoming(ir.Constant(FLOATS, [0.0] * WIDTH), begin)
             far = builder.mul(step, weight_step)
             weights = [
                 builder.load(pointer_to(builder, builder.add(each, far), FLOATS), align=4)
@@ -94,7 +94,9 @@ def make_adding_tile(num_rows: int, num_panels: int):
                 total.add_incoming(added[each], loop)
             builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, end)
             builder.position_at_end(end)
+            # Of sums that begin with what is there LLVM 22 made poison without AVX-512.
             for each, total in added.items():
+                total = builder.fadd(builder.load(place(*each), align=4), total)
                 builder.store(total, place(*each), align=4)
             return context.get_dummy_value()
 

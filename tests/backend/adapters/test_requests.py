@@ -30,6 +30,8 @@ from support.manager_harness import BOTH_LOOPS, GUARANTEED, MAX_UTILIZATION, Rec
 from transformers import AutoModelForCausalLM
 
 from inflight_backend.adapters.peft_folder import CONFIG
+from inflight_backend.adapters.wire_tensors import read_wire_tensors
+from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CheckpointError, ConfigurationError, InvalidRequest
 from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.parameters import (
@@ -63,6 +65,21 @@ def wire(world: World) -> dict[str, Tensors]:
             weights, config = to_wire(world.base, answered.folder, np.float32)
             found[name] = {"lora_weights": weights, "lora_config": config}
     return found
+
+
+@pytest.fixture(scope="module")
+def num_bytes(world: World, wire: dict[str, Tensors]) -> dict[str, int]:
+    """What each adapter takes in the memory of the host."""
+    engine = Engine.load(world.base, EngineConfig(device="cpu", enable_lora=True))
+    return {
+        name: engine.prepare_adapter(
+            read_wire_tensors(
+                each["lora_weights"], each["lora_config"], engine.model_config, torch.float32, 12,
+                b"",
+            )
+        ).num_bytes
+        for name, each in wire.items()
+    }  # fmt: skip
 
 
 def request(number: int, prompt: list[int], tensors: Tensors, **values: Any) -> InferenceRequest:
@@ -260,11 +277,12 @@ def test_prefetched_that_cannot_be_used(
         pass
 
 
-def test_cached_text_is_that_of_one_adapter(world: World, wire: dict[str, Tensors]) -> None:
+def test_cached_text_is_that_of_one_adapter(
+    world: World, wire: dict[str, Tensors], num_bytes: dict[str, int]
+) -> None:
     """Also of an id that comes again with other weights, once its first ones were evicted."""
     plain, other = wire["plain"], wire["patterns"]
-    sizes = [4 * np.count_nonzero(each["lora_weights"]) for each in (plain, other)]
-    prompt, size = [*range(40)], max(sizes) + 100  # bytes: room for either
+    prompt, size = [*range(40)], max(num_bytes["plain"], num_bytes["patterns"])  # either fits
     cache = PeftCacheManagerConfig(host_cache_size=size)
     recorder, number = Recorder(), 0
     with running(recorder, world.base, params=PARAMS, peft_cache_manager_config=cache) as manager:
@@ -361,12 +379,13 @@ def _note_reasons(manager: GptManager, ids: list[int], reasons: list[str]) -> No
     ids=lambda each: each.name,
 )
 def test_a_recording_with_adapters_is_decided_again(
-    world: World, wire: dict[str, Tensors], tmp_path: Path, policy: CapacitySchedulerPolicy
-) -> None:
+    world: World, wire: dict[str, Tensors], num_bytes: dict[str, int], tmp_path: Path,
+    policy: CapacitySchedulerPolicy,
+) -> None:  # fmt: skip
     """Two ids have the same weights, one gets others after an eviction; two pages are too few for
     all at once, and who waits for them is told so."""
     sent = [(1, "plain"), (2, "plain"), (3, "patterns"), (4, "dora")]
-    size = 4 * sum(np.count_nonzero(wire[name]["lora_weights"]) for _, name in sent) + 100
+    size = sum(num_bytes[name] for _, name in sent)
     sent += [(5, "plain"), (6, "dora"), (7, "patterns"), (1, "rank-stabilized")]
     cache = PeftCacheManagerConfig(8, 12, num_device_pages=2, host_cache_size=size)
     file, recorder, prompt = tmp_path / "r.jsonl", Recorder(), [*range(20)]
@@ -466,10 +485,7 @@ def test_64_adapters_in_turn_over_memory_for_8(world: World, tmp_path: Path) -> 
         assert len(service.store) == 64
         assert all(entry.num_users == 0 for entry in service.store._entries.values())
         engine: Any = manager.engine
-        loaded = {
-            place for linear in engine._adapters.table._linears.values() for place in linear.parts
-        }
-        assert len(loaded) == len(places)
+        assert len(engine._adapters.table._loaded) == len(places)
     num_cut = 0
     for each, answer in zip(requests, expected, strict=True):
         tokens = recorder.tokens(each.request_id)

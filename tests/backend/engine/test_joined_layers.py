@@ -70,10 +70,12 @@ def test_equal_those_of_the_ops(
         assert torch.equal(each, expected)
 
 
-def test_rows_with_an_adapter_get_it(checkpoint: Folder) -> None:
-    """Their steps run by the ops, the others stay joined."""
+@pytest.mark.parametrize("rows", [144, 8])
+def test_rows_with_an_adapter_get_it(checkpoint: Folder, rows: int) -> None:
+    """Beside others without; their steps run by the ops if the kernel does not take a part, here of
+    8 rows."""
     engine = Engine.load(checkpoint("llama-mha"), replace(CONFIG, enable_lora=True))
-    a, b = torch.ones(1, 48), torch.ones(144, 1)
+    a, b = torch.ones(1, 48), torch.ones(rows, 1)
     part = AdapterPart("layers.0.qkv", 0, a, b)
     engine.load_adapter(0, engine.prepare_adapter(Adapter((part,), b"")))
     plain, found = (hidden_states(engine, is_joined=True, adapter=each) for each in (-1, 0))

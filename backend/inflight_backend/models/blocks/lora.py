@@ -161,11 +161,11 @@ class TorchAdapters:
         adapted = self._linears[name] = AdaptedHeads(multiply, self._of_tokens)
         return adapted
 
-    def prepare(self, adapter: Adapter) -> Adapter:
+    def prepare(self, adapter: Adapter) -> Any:
         """See `AdapterTable`."""
         return adapter
 
-    def load(self, place: int, adapter: Adapter) -> None:
+    def load(self, place: int, adapter: Any) -> None:
         """On a CPU the tensors themselves are kept, not copies: both have the same memory."""
         self.unload(place)
         for name, parts in groupby(adapter.parts, key=lambda part: part.linear):
@@ -202,11 +202,6 @@ class AdaptedLinear:
         """``rows``: the runs of the current step, kept up to date by the table."""
         self.linear, self._bias, self._rows = linear, bias, rows
         self.parts: dict[int, list[AdapterPart]] = {}
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether rows of the current step have an adapter."""
-        return bool(self._rows)
 
     def __call__(self, x: Tensor | Quantized) -> Tensor:
         """x [num_tokens, columns] -> [num_tokens, rows]."""

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from inflight_backend.models.attention import AttentionStep
 from inflight_backend.models.blocks.attention import Attention
-from inflight_backend.models.blocks.lora import AdaptedLinear
 from inflight_backend.models.blocks.mlp import Mlp
 from inflight_backend.models.compiled.attention import (
     CompiledAttention,
@@ -26,12 +25,14 @@ from inflight_backend.models.compiled.attention import (
     GenerationStep,
 )
 from inflight_backend.models.compiled.linears import StagedLinear
+from inflight_backend.models.compiled.lora import CompiledAdaptedLinear
 from inflight_backend.models.ops import LayerParts
 from inflight_kernels.cpu import paged_attention_context as context
 from inflight_kernels.cpu import rope_write_kv as rope
 from inflight_kernels.cpu.attention import STEP_COLUMNS, StepNumbers, attention_stage
 from inflight_kernels.cpu.elementwise import add_rms_norm_stage, rms_norm_stage, silu_mul_stage
 from inflight_kernels.cpu.heads import LayerAttention
+from inflight_kernels.cpu.lora import STEP_COLUMN, StepRows
 from inflight_kernels.cpu.program import Program
 from inflight_kernels.cpu.take_rows import ROWS_COLUMN, take_rows_stage
 from inflight_kernels.cpu.threads import Stage
@@ -63,7 +64,7 @@ def _can_join(layer: LayerParts) -> bool:
 
 def _plain(linear: Any) -> Any:
     """Without what adapters do to it."""
-    return linear.linear if isinstance(linear, AdaptedLinear) else linear
+    return linear.linear if isinstance(linear, CompiledAdaptedLinear) else linear
 
 
 class JoinedLayers:
@@ -79,7 +80,8 @@ class JoinedLayers:
             )
         ]  # fmt: skip
         self._widest = max(_plain(each).num_rows for each in linears)
-        self._adapted = [each for each in linears if isinstance(each, AdaptedLinear)]
+        self._adapted = [each for each in linears if isinstance(each, CompiledAdaptedLinear)]
+        self._adapters = self._adapted[0].table if self._adapted else None
         norms = [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm)]
         self._norm_types = {each.dtype for each in (*norms, final_norm)}
         self._programs: dict[bool, _LayersProgram] = {}  # without chunks, and with
@@ -92,28 +94,27 @@ class JoinedLayers:
             return None
         if not len(x) or (has_chunks and len(x) * self._widest > _MOST_INNER):
             return None
-        if self._adapted and any(each.has_rows for each in self._adapted):
+        if any(each.has_others for each in self._adapted):
+            return None
+        adapters = None if self._adapters is None else self._adapters.tokens
+        if adapters is not None and has_chunks:  # its last layer has other rows
             return None
         with self._lock:
             program = self._programs.get(has_chunks)
-            if program is None or not program.takes(x, step.backend):
+            if program is None or not program.takes(x, step.backend, adapters):
                 num_rows = max(1 << (len(x) - 1).bit_length(), _LEAST_ROWS)
                 self._programs.pop(has_chunks, None)  # its memory first
                 program = None
                 program = self._programs[has_chunks] = _LayersProgram(
-                    self._layers,
-                    self._final_norm,
-                    self._eps,
-                    step.backend,
-                    x,
-                    num_rows,
-                    has_chunks=has_chunks,
-                )
-            return program.run(x, step, rows)
+                    self._layers, self._final_norm, self._eps, step.backend, x, num_rows,
+                    adds_lora=adapters is not None, has_chunks=has_chunks,
+                )  # fmt: skip
+            return program.run(x, step, rows, adapters)
 
 
 class _LayersProgram:
-    """For up to ``num_rows`` rows like those of x, over one KV pool."""
+    """For up to ``num_rows`` rows like those of x, over one KV pool; with adapters if it
+    ``adds_lora``."""
 
     def __init__(
         self,
@@ -124,9 +125,11 @@ class _LayersProgram:
         x: Tensor,
         num_rows: int,
         *,
+        adds_lora: bool,
         has_chunks: bool,
     ) -> None:
-        self._backend, self._num_rows, self._has_chunks = backend, num_rows, has_chunks
+        self._backend, self._num_rows = backend, num_rows
+        self._adds_lora, self._has_chunks = adds_lora, has_chunks
         self._memory: dict[tuple[str, int], Tensor] = {}
         self._dtype = x.dtype
         self._num_products = 0  # of a row
@@ -136,23 +139,23 @@ class _LayersProgram:
         normed, added = self._make("normed", size), self._make("added", size)
         totals = self._make("total", size), self._make("other total", size)
         stages = [rms_norm_stage(self._entered, layers[0].input_norm, eps, normed)]
-        residual, self._attending, self._turning = self._entered, list[int](), list[int]()
-        self._taking: list[int] = []
+        residual, self._attending, self._adding = self._entered, list[int](), list[int]()
+        self._turning, self._taking = list[int](), list[int]()
         following = [each.input_norm for each in layers[1:]]
         for layer, next_norm in zip(layers, [*following, final_norm], strict=True):
             found = self._attend(layer.attention, normed, stages)
             if has_chunks and layer is layers[-1]:  # only some rows go on
                 found = self._take("taken found", found, stages)
                 residual = self._take("taken residual", residual, stages)
-            stages.append(self._multiply(layer.attention.output, found, added))
+            self._multiply(layer.attention.output, found, added, stages)
             stages.append(
                 add_rms_norm_stage(added, residual, layer.mlp_norm, eps, normed, totals[0])
             )
             inner = self._make("inner", _plain(layer.mlp.up).num_rows)
             gated = self._make("gated", inner.shape[1] // 2)
-            stages.append(self._multiply(layer.mlp.up, normed, inner))
+            self._multiply(layer.mlp.up, normed, inner, stages)
             stages.append(silu_mul_stage(inner, gated))
-            stages.append(self._multiply(layer.mlp.down, gated, added))
+            self._multiply(layer.mlp.down, gated, added, stages)
             residual = totals[1]
             stages.append(add_rms_norm_stage(added, totals[0], next_norm, eps, normed, residual))
         self._normed = normed
@@ -167,10 +170,12 @@ class _LayersProgram:
             found = self._memory[name, size] = torch.empty(self._num_rows, size, dtype=self._dtype)
         return found
 
-    def _multiply(self, linear: Any, x: Tensor, out: Tensor) -> Stage:
+    def _multiply(self, linear: Any, x: Tensor, out: Tensor, stages: list[Stage]) -> None:
         self._num_products += x.shape[1] * out.shape[1]
-        stage: Stage = _plain(linear).stage(x, out)
-        return stage
+        stages.append(_plain(linear).stage(x, out))
+        if self._adds_lora and isinstance(linear, CompiledAdaptedLinear):
+            self._adding.append(len(stages))
+            stages.append(linear.stage(x, out))
 
     def _attend(self, attention: Attention, normed: Tensor, stages: list[Stage]) -> Tensor:
         """The stages up to what heads find."""
@@ -184,7 +189,7 @@ class _LayersProgram:
         self._head_norms += (query_norm, key_norm)
         heads = self._make("heads", _plain(attention.qkv).num_rows)
         found = self._make("found", layer.num_heads * layer.head_dim)
-        stages.append(self._multiply(attention.qkv, normed, heads))
+        self._multiply(attention.qkv, normed, heads, stages)
         if self._has_chunks:
             self._attend_chunks(
                 layer, index, heads, (query_norm, key_norm), parameters.sinks, found, stages
@@ -233,11 +238,18 @@ class _LayersProgram:
         stages.append(take_rows_stage(x, torch.arange(self._num_rows), taken))
         return taken
 
-    def takes(self, x: Tensor, backend: CompiledAttention) -> bool:
-        """Whether it has room for these rows, and is over that pool."""
-        return backend is self._backend and len(x) <= self._num_rows
+    def takes(self, x: Tensor, backend: CompiledAttention, adapters: StepRows | None) -> bool:
+        """Whether it has room for these rows, is over that pool, and adds what adapters do."""
+        has_room = backend is self._backend and len(x) <= self._num_rows
+        return has_room and (self._adds_lora or adapters is None)
 
-    def run(self, x: Tensor, step: GenerationStep | ContextStep, rows: Tensor | None) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        step: GenerationStep | ContextStep,
+        rows: Tensor | None,
+        adapters: StepRows | None,
+    ) -> Tensor:
         """See `Ops.join_layers`."""
         num_rows = len(x)
         self._entered[:num_rows].copy_(x)
@@ -253,7 +265,9 @@ class _LayersProgram:
                 for table, slots in zip(inputs.block_tables, inputs.slot_mapping, strict=True)
             ]
         )
-        self._program.numbers[self._attending, STEP_COLUMNS] = by_group[self._groups]
+        numbers = self._program.numbers
+        numbers[self._attending, STEP_COLUMNS] = by_group[self._groups]
+        numbers[self._adding, STEP_COLUMN] = 0 if adapters is None else adapters.address
         self._program.run(num_rows, is_small=is_small)
         hidden = self._normed[:num_rows]
         return hidden.clone() if rows is None else hidden[rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from inflight_backend.models.quantization.forms import PackedWeight
@@ -21,6 +22,11 @@ class StagedLinear(ABC):
     @abstractmethod
     def num_rows(self) -> int:
         """Columns of what it gives."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of what it reads and gives."""
 
     @property
     def has_stage(self) -> bool:
@@ -53,6 +59,11 @@ class CompiledLinear(StagedLinear):
     def num_rows(self) -> int:
         """See `StagedLinear`."""
         return linear.num_rows(self._packed)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `StagedLinear`."""
+        return self._packed.dtype
 
     def stage(self, x: Tensor, out: Tensor) -> Stage:
         """See `StagedLinear`."""
@@ -116,6 +127,11 @@ class CompiledPackedLinear(StagedLinear):
     def num_rows(self) -> int:
         """See `StagedLinear`."""
         return self._packed.rows
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `StagedLinear`."""
+        return self._dtype
 
     @property
     def has_stage(self) -> bool:
