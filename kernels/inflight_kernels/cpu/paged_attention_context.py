@@ -13,7 +13,7 @@ these begin at multiples of it, so that an answer does not depend on how a promp
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -200,18 +200,18 @@ class _Memory(NamedTuple):
     [D']; and of each lane its position, the first that it sees, peaks, totals, corrections and
     slopes."""
 
-    queries: int
-    scores: int
-    weights: int
-    values: int
-    sums: int
-    zeros: int
-    positions: int
-    firsts: int
-    peaks: int
-    totals: int
-    factors: int
-    slopes: int
+    queries: Any
+    scores: Any
+    weights: Any
+    values: Any
+    sums: Any
+    zeros: Any
+    positions: Any
+    firsts: Any
+    peaks: Any
+    totals: Any
+    factors: Any
+    slopes: Any
 
 
 @njit(**FAST)
@@ -479,14 +479,14 @@ def _run(pointer, width, like):
     group = call.num_heads // call.num_kv_heads
     starts = array_at(call.starts, call.num_sequences + 1, np.int32(0))
     buffer, memory = _allocate(call.size, width)
-    sequence, first_piece, num_parts = -1, 0, 0
+    sequence, first_piece, num_parts = -1, np.int64(0), np.int64(0)
     while True:
         piece = take_next(n.ctypes.data)
         # Pieces of a sequence follow those of the one before; each thread counts along.
         while sequence < call.num_sequences and piece >= first_piece + num_parts:
             first_piece += num_parts
             sequence += 1
-            num_parts = 0
+            num_parts = np.int64(0)
             if sequence < call.num_sequences:
                 num_rows = np.int64(starts[sequence + 1] - starts[sequence]) * group
                 num_parts = (num_rows + _LANES - 1) // _LANES * call.num_kv_heads

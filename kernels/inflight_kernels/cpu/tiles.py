@@ -8,7 +8,7 @@ each step, side by side. `linear` says how its weight is made of them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -28,16 +28,16 @@ from inflight_kernels.cpu.intrinsics import (
 
 class Layout(NamedTuple):
     """Addresses, and how many bytes lie between rows, steps and panels. ``out`` is float32; its
-    panels lie side by side."""
+    panels lie side by side. (Integers of Python and of numpy, which are the same to numba.)"""
 
-    x: int
-    x_row: int
-    x_step: int
-    weight: int
-    weight_panel: int
-    weight_step: int
-    out: int
-    out_row: int
+    x: Any
+    x_row: Any
+    x_step: Any
+    weight: Any
+    weight_panel: Any
+    weight_step: Any
+    out: Any
+    out_row: Any
 
 
 def make_adding_tile(num_rows: int, num_panels: int):

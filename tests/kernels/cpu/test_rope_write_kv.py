@@ -65,9 +65,9 @@ def test_equals_the_reference(
     )
     if layer.has_own:
         reference.write_kv(key, value, keys, values if layer.has_values else values.clone(), slots)
-    limits = {"atol": LIMIT[dtype], "rtol": LIMIT[dtype]}
-    torch.testing.assert_close(found, query, **limits)
-    torch.testing.assert_close(found_keys, keys, **limits)
+    limit = LIMIT[dtype]
+    torch.testing.assert_close(found, query, atol=limit, rtol=limit)
+    torch.testing.assert_close(found_keys, keys, atol=limit, rtol=limit)
     assert torch.equal(found_values, values)
 
 
