@@ -99,10 +99,12 @@ class JoinedLayers:
         adapters = None if self._adapters is None else self._adapters.tokens
         if adapters is not None and has_chunks:  # its last layer has other rows
             return None
+        # A row may be drawn from several times.
+        most = len(x) if rows is None else max(len(x), len(rows))
         with self._lock:
             program = self._programs.get(has_chunks)
-            if program is None or not program.takes(x, step.backend, adapters):
-                num_rows = max(1 << (len(x) - 1).bit_length(), _LEAST_ROWS)
+            if program is None or not program.takes(most, step.backend, adapters):
+                num_rows = max(1 << (most - 1).bit_length(), _LEAST_ROWS)
                 self._programs.pop(has_chunks, None)  # its memory first
                 program = None
                 program = self._programs[has_chunks] = _LayersProgram(
@@ -238,9 +240,9 @@ class _LayersProgram:
         stages.append(take_rows_stage(x, torch.arange(self._num_rows), taken))
         return taken
 
-    def takes(self, x: Tensor, backend: CompiledAttention, adapters: StepRows | None) -> bool:
-        """Whether it has room for these rows, is over that pool, and adds what adapters do."""
-        has_room = backend is self._backend and len(x) <= self._num_rows
+    def takes(self, num_rows: int, backend: CompiledAttention, adapters: StepRows | None) -> bool:
+        """Whether it has room for so many rows, is over that pool, and adds what adapters do."""
+        has_room = backend is self._backend and num_rows <= self._num_rows
         return has_room and (self._adds_lora or adapters is None)
 
     def run(
