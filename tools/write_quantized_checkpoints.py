@@ -16,11 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ PACKAGES = {
     "bitsandbytes": "bitsandbytes==0.50.2 transformers accelerate torch==2.13.0",
     "modelopt": "nvidia-modelopt[hf]==0.47.0 torch==2.13.0",
     "auto_round": "auto-round==0.16.1 torch==2.13.0",
+    "autoawq": "transformers torch==2.13.0, and without its requirements autoawq==0.2.9",
 }
 TARGET = Path(__file__).resolve().parents[1] / "tests" / "data" / "quantized"
 _TOKENS = [(7 * index + 3) % 97 for index in range(24)]
@@ -412,11 +416,66 @@ def _of_auto_round() -> Writers:
     return {row: partial(run, row, *rest) for row, rest in rows.items()}
 
 
+# AutoAWQ: its packing, since its search for scales wants an accelerator and an older transformers
+
+
+def _of_autoawq() -> Writers:
+    _made_by_packages.append("autoawq")
+    found = find_spec("awq")
+    assert found is not None
+    package = ModuleType("awq")  # all of it would import what transformers no longer has
+    package.__path__ = list(found.submodule_search_locations or ())
+    sys.modules["awq"] = package
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.utils.packing_utils import dequantize_gemm
+
+    size = 32
+
+    def run(folder: Path) -> None:
+        model = make_model("qwen2").to(torch.float16)
+        tensors, wide = model.state_dict(), {}
+        tensors.pop("lm_head.weight")
+        for name, module in model.model.layers.named_modules(prefix="model.layers"):
+            if not isinstance(module, torch.nn.Linear):
+                continue
+            grouped = module.weight.detach().float()
+            grouped = grouped.view(len(grouped), -1, size)
+            low, high = grouped.amin(2), grouped.amax(2)
+            scales = ((high - low).clamp(min=1e-5) / 15).half()
+            zeros = (-low / scales).round().clamp(0, 15)
+            grouped = ((grouped / scales[..., None]).round() + zeros[..., None]).clamp(0, 15)
+            rounded = (grouped - zeros[..., None]) * scales[..., None]
+            module.weight.data = rounded.flatten(1)
+            made = WQLinear_GEMM.from_linear(
+                module, 4, size, scales=scales.float().t(), zeros=zeros.t()
+            )
+            del tensors[f"{name}.weight"]
+            tensors |= {f"{name}.{end}": each for end, each in made.state_dict().items()}
+            packed = made.qweight, made.qzeros, made.scales.float()
+            wide[f"{name}.weight"] = dequantize_gemm(*packed, 4, size).t()
+        model.config.quantization_config = {
+            "quant_method": "awq",
+            "version": "gemm",
+            "bits": 4,
+            "group_size": size,
+            "zero_point": True,
+            "modules_to_not_convert": None,
+        }
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        saved = {name: each.contiguous() for name, each in tensors.items()}
+        save_file(saved, folder / "model.safetensors", {"format": "pt"})
+        write("awq_autoawq", folder, "qwen2", wide)
+
+    return {"awq_autoawq": run}
+
+
 _TOOLS = {
     "llmcompressor": _of_llmcompressor,
     "bitsandbytes": _of_bitsandbytes,
     "modelopt": _of_modelopt,
     "auto_round": _of_auto_round,
+    "autoawq": _of_autoawq,
 }
 
 

@@ -26,12 +26,13 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight_client.errors import InflightError, InvalidArgument, ServerError
 from inflight_openai.errors import (
@@ -84,6 +85,11 @@ _NO_KEY = ApiError(
     "a key is needed, and there is none here, or a wrong one: Authorization: Bearer KEY",
     code="invalid_api_key",
 )
+_REQUEST_ID = "x-request-id"
+_GIVEN_IDS = (_REQUEST_ID, "x-client-request-id")
+"""A client's own id, of which the first one counts: as gateways and vLLM have it; OpenAI's."""
+
+_FITTING_ID = re.compile(r"[\x21-\x7e]{1,512}")  # OpenAI's bounds
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+|null")  # null: a page from a file
 _JSON_HEADERS = {"Content-Type": "application/json; charset=utf-8"}
 _STREAM_HEADERS = {
@@ -155,7 +161,8 @@ class OpenAIApp:
             redirect_slashes=False,
         )
         guarded = require_key(app, self.settings.api_keys)
-        return cors(guarded, self.settings.allowed_origins)  # which answers before a key is sent
+        shared = cors(guarded, self.settings.allowed_origins)  # which answers before a key is sent
+        return with_request_ids(shared)
 
     def _card(self, name: str) -> dict[str, Any]:
         """The model, or one of its adapters, whose ``parent`` is the model."""
@@ -398,17 +405,20 @@ class GenerationCall:
             return
         watch = asyncio.create_task(_end_without_client(request, place))
         try:
-            generation, head, calls, name = await self._prepared(raw)
+            own_id = request.scope["state"]["own_id"]
+            generation, head, calls, name = await self._prepared(raw, own_id)
             answer = self._stream if generation.is_streaming else self._answer
             await answer(generation, head, self.app.run(generation, calls, name), reply)
         finally:
             watch.cancel()
 
-    async def _prepared(self, raw: bytes) -> tuple[GenerationRequest, Head, list[bytes], str]:
+    async def _prepared(
+        self, raw: bytes, own_id: str
+    ) -> tuple[GenerationRequest, Head, list[bytes], str]:
         """A model that is not known may be an adapter that another front has loaded."""
         app = self.app
         try:
-            return await self._in_thread(self.threads, lambda: self._prepare(raw))
+            return await self._in_thread(self.threads, lambda: self._prepare(raw, own_id))
         except ApiError as error:
             known = app.reader.adapters
             if error.code != NO_MODEL:
@@ -416,12 +426,12 @@ class GenerationCall:
             await app.refresh_adapters()
             if app.reader.adapters == known:
                 raise
-        return await self._in_thread(self.threads, lambda: self._prepare(raw))
+        return await self._in_thread(self.threads, lambda: self._prepare(raw, own_id))
 
-    def _prepare(self, raw: bytes) -> tuple[GenerationRequest, Head, list[bytes], str]:
+    def _prepare(self, raw: bytes, own_id: str) -> tuple[GenerationRequest, Head, list[bytes], str]:
         app = self.app
         generation = self.parse(raw, app.reader, app.unknown, app.settings)
-        kind, own_id = ("chatcmpl-" if generation.is_chat else "cmpl-"), uuid.uuid4().hex
+        kind = "chatcmpl-" if generation.is_chat else "cmpl-"
         kind = kind if generation.response_fields is None else "resp_"
         # A client's id is for its answer alone: two of the same would clash on the server.
         answer_id = kind + (generation.request_id or own_id)
@@ -578,6 +588,27 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
 
+def with_request_ids(app: ASGIApp) -> ASGIApp:
+    """``app`` whose every response names its request in ``x-request-id``: as the client did, or by
+    an id of ours, with which the server's own name of a generation ends."""
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        headers, own_id = Headers(scope=scope), uuid.uuid4().hex
+        scope["state"]["own_id"] = own_id
+        given = (headers.get(name, "") for name in _GIVEN_IDS)
+        shown = next(filter(_FITTING_ID.fullmatch, given), own_id)
+        pair = (_REQUEST_ID.encode(), shown.encode())
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), pair]}
+            await send(message)
+
+        await app(scope, receive, send_named)
+
+    return named
+
+
 def require_key(app: ASGIApp, keys: Sequence[str]) -> ASGIApp:
     """``app`` for clients that send one of ``keys``, compared in constant time; for all if there
     are none."""
@@ -612,7 +643,13 @@ def cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     if not origins:
         return app
     # Headers of the `openai` package are many and change.
-    shared = CORSMiddleware(app, origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+    shared = CORSMiddleware(
+        app,
+        origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=(_REQUEST_ID,),
+    )
 
     async def chosen(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" else ""

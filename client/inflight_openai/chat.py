@@ -20,7 +20,9 @@ import resource
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import Any, NoReturn
@@ -95,7 +97,7 @@ _SPLIT_AT = re.compile(r"""\b(?:split|partition|startswith|endswith)\(\s*(['"])(
 class ChatTemplate:
     """A chat template with the special tokens that it may name. Thread-safe.
 
-    There are as many workers as renderings at the same time. They end with this process.
+    There are as many workers as renderings at the same time. They end with this object.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -156,6 +158,7 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # Ctrl-C is for this process; the worker ends with its input
         )
+        weakref.finalize(self, _end, self._process)
         if error := self.ask(setup).get("error"):
             raise ValueError(error)
 
@@ -174,6 +177,14 @@ class _Worker:
                 raise ValueError(f"it takes longer than {self._seconds:g} s") from None
             raise ValueError("its process has ended") from None
         return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Of itself it would not end before this process: `subprocess` keeps what runs, and its pipes
+    open."""
+    process.kill()
+    with suppress(OSError), process:  # closes the pipes and waits
+        pass
 
 
 _DEFAULT = "default"

@@ -55,13 +55,15 @@ _LOWEST_TOP_P = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How the answers of a chat are taken apart; ``ends_with_calls``: a finish reason says so.
+    """How the answers of a chat are taken apart.
 
-    ``is_older``: a call is OpenAI's older ``function_call``."""
+    ``must_call``: nothing but calls; ``named``: the tool that must be called, if the client named
+    it. ``is_older``: a call is OpenAI's older ``function_call``."""
 
     new_reader: Callable[[], Reader]
     one_call: bool = False
-    ends_with_calls: bool = True
+    must_call: bool = False
+    named: str = ""
     has_thoughts: bool = True
     is_older: bool = False
 
@@ -234,7 +236,8 @@ def _with_answer_format(
     answer = AnswerFormat(
         new_reader=lambda: formats.new_reader(tools, is_guided=is_guided, is_thinking=is_thinking),
         one_call=choice.one_call,
-        ends_with_calls=not choice.is_named,
+        must_call=choice.must_call,
+        named=tools[0].name if choice.is_named else "",
         has_thoughts=body.include_reasoning is not False,
         is_older=choice.is_older,
     )

@@ -113,14 +113,24 @@ class PartsOfAnswer:
         return list(filter(self._is_wanted, self._reader.feed(text)))
 
     def finish(self) -> list[Part]:
-        """What was held back."""
-        return list(filter(self._is_wanted, self._reader.finish()))
+        """What was held back.
+
+        An answer that had to call, but was cut off, has no text: what was held back is the
+        beginning of a call. One of a named tool has its call in any case, with the arguments as
+        far as they got."""
+        parts = list(filter(self._is_wanted, self._reader.finish()))
+        if self._format is None or not self._format.must_call:
+            return parts
+        parts = [part for part in parts if part.kind != "content"]
+        if self._format.named and not self._num_calls:
+            parts.append(Part("call", name=self._format.named))
+        return parts
 
     def finish_reason(self, reason: str) -> str:
         """``tool_calls`` for an answer that ended by itself, with calls that the model chose."""
         shown = finish_reason(reason)
-        is_shown = self._format is not None and self._format.ends_with_calls and self._num_calls
-        if not (shown == "stop" and is_shown):
+        is_chosen = self._format is not None and not self._format.named and self._num_calls
+        if not (shown == "stop" and is_chosen):
             return shown
         return "function_call" if self.is_older else "tool_calls"
 

@@ -6,7 +6,7 @@ nothing else to know what to compute and where its KV lives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams
@@ -60,6 +60,14 @@ class ContextChunk:
     def num_drawn(self) -> int:
         """Tokens drawn: after the last token, and after every draft."""
         return len(self.drafts) + 1 if self.is_last else 0
+
+    def split(self, num_tokens: int) -> tuple[ContextChunk, ContextChunk]:
+        """The first ``num_tokens``, which draw nothing, and the rest; both have prompt tokens."""
+        first = replace(
+            self, tokens=self.tokens[:num_tokens], is_last=False, drafts=(), snapshots=()
+        )
+        rest = replace(self, start=self.start + num_tokens, tokens=self.tokens[num_tokens:])
+        return first, rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +230,37 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """All tokens that the decoder computes in this iteration."""
         return sum(run.num_tokens for run in self.runs) + len(self.generation_slots)
+
+    def in_parts(self, num_tokens: int) -> list[ScheduledBatch]:
+        """The same as several plans, to be run in order: those before the last have ``num_tokens``
+        of prompts each, the last one has what is left, and everything that generates.
+
+        Together they draw what this one draws, in its order. Without snapshots in its chunks.
+        """
+        parts: list[list[ContextChunk]] = [[]]
+        room, left = num_tokens, self.num_tokens
+        for whole in self.context_chunks:
+            chunk = whole
+            while left > num_tokens and len(chunk.tokens) > room:
+                if room:
+                    first, chunk = chunk.split(room)
+                    parts[-1].append(first)
+                parts.append([])
+                left, room = left - num_tokens, num_tokens
+            parts[-1].append(chunk)
+            room -= len(chunk.tokens)
+        first_chunks, *others = map(tuple, parts)
+        if not others:
+            return [self]
+        start = replace(self, context_chunks=first_chunks, generation_slots=(), draft_runs=())
+        *middle, last = (ScheduledBatch(self.iteration, context_chunks=each) for each in others)
+        end = replace(
+            last,
+            generation_slots=self.generation_slots,
+            num_beams=self.num_beams,
+            draft_runs=self.draft_runs,
+        )
+        return [start, *middle, end]
 
     @property
     def is_empty(self) -> bool:

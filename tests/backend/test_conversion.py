@@ -338,6 +338,29 @@ def test_byte_pairs_in_a_gguf_file(
     assert Tokenizer.from_str(files["tokenizer.json"]).encode("a b").ids == encoded(codec, "a b")
 
 
+def test_what_ends_an_answer_in_a_gguf_file(tmp_path: Path) -> None:
+    """The ends of text, turn and message that it names, and special tokens that are known as one:
+    an ordinary token of such a name is none."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(["<s>", "</s>", "<|im_end|>", "<|end|>", "<turn>", "<message>", "a"])
+    writer.add_token_types([3, 3, 3, 1, 3, 3, 1])
+    writer.add_token_merges([])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_eot_token_id(4)
+    writer.add_eom_token_id(5)
+    writer.add_add_bos_token(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    codec = TextCodec(path)
+    assert (codec.end_id, codec.more_end_ids) == (1, (2, 4, 5))
+    assert encoded(codec, "a<turn>") == [6, 4]
+
+
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
     """Tokens of bytes with their ranks, as tiktoken would train them."""

@@ -40,6 +40,7 @@ def test_chat_into_a_pipe(front: FrontProcess, tmp_path: Path) -> None:
     lines = [
         "/set max_tokens 9",
         "/set temperature 0",
+        "/set temprature 2",
         "1 2 \\",
         "3 4",
         '"""',
@@ -60,6 +61,7 @@ def test_chat_into_a_pipe(front: FrontProcess, tmp_path: Path) -> None:
     assert first.strip().startswith("5 6")
     assert second.strip().startswith("8 9")
     assert done.stderr.count("[9 tokens") == 2
+    assert "error: temprature cannot be set; there are" in done.stderr
     assert "error: top_p: " in done.stderr  # and what was refused is not in the conversation
     assert "/save FILE" in done.stderr
     body = json.loads(saved.read_text())
@@ -68,7 +70,7 @@ def test_chat_into_a_pipe(front: FrontProcess, tmp_path: Path) -> None:
     assert said[1] == ("user", "1 2 \n3 4")
     assert said[3] == ("user", "5 6 7")
     assert [role for role, _ in said[1:]] == ["user", "assistant"] * 2
-    assert (body["max_tokens"], "top_p" in body) == (9, False)
+    assert (body["max_tokens"], "top_p" in body, "temprature" in body) == (9, False, False)
 
 
 def read_until(terminal: int, text: str, seen: str = "") -> str:

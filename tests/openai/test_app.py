@@ -154,6 +154,39 @@ async def test_a_client_s_request_id_is_not_used_on_the_server(local_grpc: Local
     assert "cmpl-mine" not in ids
 
 
+async def test_every_response_names_its_request(local_grpc: Local) -> None:
+    """As the client did, where it did; else by an id that the server's name of it ends with."""
+    async with front_of(local_grpc, api_keys=("k",), allowed_origins=("*",)) as client:
+        headers = {"Authorization": "Bearer k", "Origin": PAGE}
+        calls: list[tuple[str, str, dict[str, Any], int]] = [
+            ("GET", "/health", {}, 200),
+            ("GET", "/nowhere", {}, 404),
+            ("POST", COMPLETIONS_PATH, {"content": b"{"}, 400),
+            ("POST", COMPLETIONS_PATH, {"json": COMPLETION | {"stream": True}}, 200),
+            ("POST", COMPLETIONS_PATH, {"json": COMPLETION}, 200),
+        ]
+        for method, path, body, status in calls:
+            answer = await client.request(method, path, headers=headers, **body)
+            assert answer.status_code == status
+            own = answer.headers["x-request-id"]
+            assert len(own) == 32
+            assert answer.headers["Access-Control-Expose-Headers"] == "x-request-id"
+        assert local_grpc.triton.arrivals[-1].request_id == f"cmpl-{own}"
+        assert answer.json()["id"] == f"cmpl-{own}"
+        given = {"X-Client-Request-Id": "mine"}
+        refused = await client.get("/v1/models", headers=given)  # without a key
+        assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine")
+        given["X-Request-Id"] = "a-gateway-s"
+        answer = await client.get("/v1/models", headers=headers | given)
+        assert answer.headers.get_list("x-request-id") == ["a-gateway-s"]
+        del given["X-Client-Request-Id"]
+        for unfit in ("two words", "x" * 513, "\xe9"):
+            given["X-Request-Id"] = unfit
+            fields = httpx.Headers(headers | given, encoding="latin-1")
+            answer = await client.get("/v1/models", headers=fields)
+            assert len(answer.headers["x-request-id"]) == 32
+
+
 async def test_headers_of_the_settings_go_with_every_call(local_grpc: Local) -> None:
     name, value = "inflight-key", "s3cret"
     local_grpc.triton.key = (name, value)

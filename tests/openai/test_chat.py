@@ -313,6 +313,14 @@ def test_a_worker_that_was_killed_is_replaced() -> None:
     assert template.render(CONVERSATION) == "system"
 
 
+def test_a_template_that_is_gone_leaves_no_process() -> None:
+    template = ChatTemplate("x", {})
+    process = template._idle[0]._process
+    assert process.poll() is None
+    del template
+    assert process.returncode is not None
+
+
 def test_a_broken_template_says_where() -> None:
     with pytest.raises(InvalidArgument, match="line 2"):
         ChatTemplate("fine\n{% if %}", {})

@@ -151,6 +151,8 @@ def test_an_answer_is_items_and_events(reason: str, status: str) -> None:
     response = Response.model_validate(datas[-1]["response"])
     assert (datas[-1]["type"], response.status) == (f"response.{status}", status)
     assert [each.type for each in response.output] == ["reasoning", "message", "function_call"]
+    statuses = [each["status"] for each in datas[-1]["response"]["output"]]
+    assert statuses == ["completed", "completed", status]
     assert response.output_text == "Hello."
     deltas = {name: "" for name in ("reasoning_text", "output_text", "function_call_arguments")}
     for data in datas:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from support.openai_front import DESCRIPTION, parse
 
+from inflight_client.terminal.chat import SETTINGS, Conversation
 from inflight_openai.errors import ApiError
 from inflight_openai.generation import GenerationRequest
 from inflight_openai.prompts import make_prompt_reader
 from inflight_openai.schema import (
+    IGNORED,
     KNOWN_NAMES,
     NEUTRAL,
     REFUSED,
@@ -174,3 +176,12 @@ def test_a_body_must_be_a_json_object(raw: bytes) -> None:
 def test_a_field_of_the_other_call_is_refused(call: dict[str, Any], name: str, value: Any) -> None:
     with pytest.raises(ApiError, match=f"{name}: there is no such field of"):
         read(call, {name: value})
+
+
+def test_the_chat_in_a_terminal_sets_fields_that_are_served_and_no_others() -> None:
+    assert set(SETTINGS) <= KNOWN_NAMES - REFUSED - IGNORED
+    conversation = Conversation("m")
+    for name in ("temprature", "model", "stream"):
+        told = conversation.set(f"{name} 1")
+        assert told.startswith(f"error: {name} cannot be set; there are ")
+    assert not conversation.settings

@@ -6,6 +6,7 @@ Texts are those that models of each family write, or their templates and documen
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -17,9 +18,9 @@ from support.openai_front import CHAT, DESCRIPTION, parse
 from inflight_backend.guided.guide import Guide, GuideType
 from inflight_client.errors import InvalidArgument
 from inflight_openai.errors import ApiError
-from inflight_openai.generation import GenerationRequest
+from inflight_openai.generation import AnswerFormat, GenerationRequest
 from inflight_openai.prompts import make_prompt_reader, token_by_id
-from inflight_openai.responses import EventWriter, Head, WholeAnswer
+from inflight_openai.responses import EventWriter, Head, PartsOfAnswer, WholeAnswer
 from inflight_openai.schema import read_messages
 from inflight_openai.tools.arguments import closed
 from inflight_openai.tools.formats import FORMATS, ModelFormats, Thoughts, Tool, find_formats
@@ -460,3 +461,28 @@ def test_answers_with_calls(
     assert chunk.choices[0].finish_reason == reason
     for text in arguments.values():
         jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize("named", ["", "f"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_had_to_come_and_was_cut_off_is_no_text(name: str, named: str) -> None:
+    """Its arguments are there as far as they got; a named tool is called wherever the cut is."""
+    formats = ModelFormats(FORMATS[name], None)
+    calls, arguments = formats.guided_calls, '{"a": 1}'
+    text = f"{calls.start}{calls.before_name}f{calls.before_arguments}{arguments}"
+    answer_format = AnswerFormat(
+        lambda: formats.new_reader(GUIDED, is_guided=True, is_thinking=False),
+        must_call=True,
+        named=named,
+    )
+    request = replace(asked(), answer=answer_format)
+    found = set()
+    for end in range(len(text) + 1):
+        answer = PartsOfAnswer(request)
+        parts = [part for letter in text[:end] for part in answer.feed(letter)] + answer.finish()
+        assert {part.kind for part in parts} <= {"call"}
+        assert "".join(part.name for part in parts) == ("f" if parts or named else "")
+        found.add("".join(part.text for part in parts))
+        assert answer.finish_reason("length") == "length"
+    assert found <= {arguments[:size] for size in range(len(arguments) + 1)}
+    assert arguments in found

@@ -13,12 +13,60 @@ from inflight_scheduler import (
     FinishReason,
     LlmRequest,
     SamplingParams,
+    ScheduledBatch,
     SlotSetup,
 )
 
 
 def make_planner(num_blocks: int = 6, num_slots: int = 4) -> BatchPlanner:
     return BatchPlanner(BlockManager(num_blocks, tokens_per_block=4), num_slots)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [  # tokens of each slot by part; 7 generates, 6 verifies a draft
+        (99, [{0: 5, 1: 4, 2: 7, 6: 2, 7: 1}]),
+        (10, [{0: 5, 1: 4, 2: 1}, {2: 6, 6: 2, 7: 1}]),
+        (9, [{0: 5, 1: 4}, {2: 7, 6: 2, 7: 1}]),
+        (7, [{0: 5, 1: 2}, {1: 2, 2: 7, 6: 2, 7: 1}]),
+        (4, [{0: 4}, {0: 1, 1: 3}, {1: 1, 2: 3}, {2: 4, 6: 2, 7: 1}]),
+    ],
+)
+def test_parts_of_a_plan(size: int, expected: list[dict[int, int]]) -> None:
+    """Together they are the plan: every token once, draws in their order, all else at first."""
+    chunks = (
+        ContextChunk(0, 8, (1, 2, 3, 4, 5), is_last=True),
+        ContextChunk(1, 0, (6, 7, 8, 9), is_last=False),
+        ContextChunk(2, 0, (10, 11, 12, 13, 14), is_last=True, drafts=(15, 16)),
+    )
+    plan = ScheduledBatch(
+        3,
+        setups=(SlotSetup(0, 1, SamplingParams()),),
+        new_blocks=(BlockAssignment(0, 0, 3),),
+        context_chunks=chunks,
+        generation_slots=(7,),
+        draft_runs=(ContextChunk(6, 4, (17,), True, (18,)),),
+    )
+    parts = plan.in_parts(size)
+    found: list[dict[int, int]] = []
+    for part in parts:
+        tokens = {run.slot: run.num_tokens for run in part.runs}
+        found.append(tokens | dict.fromkeys(part.generation_slots, 1))
+    assert found == expected
+    texts: dict[int, list[int]] = {}
+    for run in (run for part in parts for run in part.context_chunks):
+        (whole,) = (each for each in chunks if each.slot == run.slot)
+        text = texts.setdefault(run.slot, [])
+        assert run.start == whole.start + len(text)
+        text += run.tokens
+        is_end = len(text) == len(whole.tokens)
+        assert (run.is_last, run.drafts) == (
+            (whole.is_last, whole.drafts) if is_end else (False, ())
+        )
+    assert texts == {each.slot: list(each.tokens) for each in chunks}
+    assert sum(part.num_drawn for part in parts) == plan.num_drawn
+    assert (parts[0].setups, parts[0].new_blocks) == (plan.setups, plan.new_blocks)
+    assert not any(part.setups or part.new_blocks for part in parts[1:])
 
 
 def test_story_of_two_requests() -> None:

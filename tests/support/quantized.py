@@ -333,7 +333,7 @@ def nf4(*, has_double: bool) -> Make:
     """Blocks of 64 numbers, across rows; ``has_double``: their scales are quantised."""
 
     def make(_: str, weight: Tensor) -> Made:
-        flat = weight.flatten()
+        flat = weight.flatten().float()
         blocks = functional.pad(flat, (0, -len(flat) % 64)).view(-1, 64)
         scales = blocks.abs().amax(1)
         state = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape)}

@@ -27,8 +27,8 @@ _logger = get_logger(__name__)
 
 DTYPE_TO_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DEVICES = ("auto", "cpu", "cuda")
-_COMPILED = "compiled"
-_ATTENTION_BACKENDS = ("auto", "torch", _COMPILED, "triton")
+COMPILED = "compiled"
+_ATTENTION_BACKENDS = ("auto", "torch", COMPILED, "triton")
 _MAX_BEAM_WIDTH = 64
 _FP8, _INT8 = "fp8", "int8"
 _QUANTIZATIONS = ("none", _FP8, *AT_LOAD)
@@ -205,8 +205,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     config = resolve_on_device(replace(config, device=device), model, has_triton=has_triton)
     may_compile = wants_best and config.attention_backend == "torch" and model.encoder is None
     if may_compile and _is_compilable(config):
-        config = replace(config, attention_backend=_COMPILED)
-    elif config.attention_backend == _COMPILED:
+        config = replace(config, attention_backend=COMPILED)
+    elif config.attention_backend == COMPILED:
         _check_compiled(config)
     if config.kv_cache_dtype == _FP8 and model.has_qkv_bias and model.quantization is None:
         _logger.warning(
@@ -236,7 +236,7 @@ def resolve_for_plan(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     may_be_compiled = wants_best and _may_be_compiled(resolved)
     is_here = platform.machine() == "x86_64" and find_spec("numba") is not None
     if may_be_compiled and is_here:
-        return replace(resolved, attention_backend=_COMPILED)
+        return replace(resolved, attention_backend=COMPILED)
     return resolved
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from inflight_backend.engine.adapters import DeviceSlotAdapters, SlotAdapters
 from inflight_backend.engine.config import (
+    COMPILED,
     EngineConfig,
     max_encoder_len,
     resolve,
@@ -63,9 +64,19 @@ from inflight_backend.engine.memory_plan import (
 )
 from inflight_backend.engine.outputs import OutputRecorder, PendingTokens, TokenReader
 from inflight_backend.engine.sampler import LogitsRules, Sampler
-from inflight_backend.engine.slot_table import SlotTable, partly_filled_blocks, sampling_slots_of
+from inflight_backend.engine.slot_table import (
+    SamplingInputs,
+    SlotTable,
+    partly_filled_blocks,
+    sampling_slots_of,
+)
 from inflight_backend.engine.step_buffer import StepBuffer, StepSizes, StepWords
-from inflight_backend.engine.warmup import max_memory_batch, thread_warmup_batch, warm_up
+from inflight_backend.engine.warmup import (
+    compiling_batches,
+    max_memory_batch,
+    thread_warmup_batch,
+    warm_up,
+)
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.log import get_logger
 from inflight_backend.models.attention import AttentionBackend
@@ -87,16 +98,34 @@ from inflight_backend.models.kv_cache import (
     allocator_bytes,
 )
 from inflight_backend.models.layers import Parameter
-from inflight_backend.models.parallel.collectives import NO_COLLECTIVES, Collectives
+from inflight_backend.models.parallel.collectives import (
+    MAX_UNDER_WAY,
+    NO_COLLECTIVES,
+    Collectives,
+)
 from inflight_backend.models.parallel.shards import local_model, local_parameters
 from inflight_backend.models.quantization.schemes import AT_LOAD
 from inflight_backend.models.weights import Checkpoint, OnProgress
 from inflight_scheduler import ContextChunk, ScheduledBatch
 
 _CPU_MEMORY_SHARE = 0.25
+_PARTS_PER_STAGE = 2
+_LEAST_PART = {"cpu": 64, "cuda": 512}
+"""Tokens of a part of a step (`Engine._parts`): of fewer, reading the weights once more for each
+part takes longer than the stages save."""
 _AnyEngine = TypeVar("_AnyEngine", bound="Engine")
 
 _logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A step that the decoder runs: its answer, the rows of that which draw (None: all), and what
+    the draw needs."""
+
+    hidden: Tensor
+    sample_rows: Tensor | None
+    sampling: SamplingInputs
 
 
 class Engine:
@@ -327,11 +356,41 @@ class Engine:
         """
         rules, self._rules = self._rules, LogitsRules()
         self._output_recorder.set_up(batch.setups)
-        observed = self._output_recorder.observed_chunks(batch)
         if self._adapters is not None:
             self._adapters.set_up(batch.adapters)
+        observed = self._output_recorder.observed_chunks(batch)
         graph = None if observed else self._find_graph(batch)
-        words = self._buffer.send(batch, StepSizes.of(batch) if graph is None else graph.sizes)
+        if graph is not None:
+            return self._replay(batch, graph, rules)
+        if batch.num_tokens == 0:
+            self._prepare(batch, StepSizes.of(batch))
+            return torch.empty(0, dtype=torch.int64)
+        parts = [batch] if observed else self._parts(batch)
+        started = [self._start(part, observed) for part in parts]
+        # Behind the start of them all: one stage of a pipeline runs a part beside another stage.
+        hidden = [self._receive(each, observed) for each in started]
+        sampling = SamplingInputs.joined([each.sampling for each in started])
+        slots = sampling_slots_of(batch)
+        joined = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+        return self._sampler.sample(joined, sampling, slots, rules)
+
+    def _replay(self, batch: ScheduledBatch, graph: StepGraph, rules: LogitsRules) -> Tensor:
+        """`enqueue` of a step that is recorded."""
+        words = self._prepare(batch, graph.sizes)
+        slots = sampling_slots_of(batch)
+        graph.replay()
+        is_plain = not rules and self._sampler.is_plain(slots)
+        # Of several ranks the first alone knows whether a draw is plain.
+        if graph.replay_draw is not None and is_plain and self._ranks.place.size == 1:
+            graph.replay_draw()
+            assert graph.tokens is not None
+            return graph.tokens[: len(slots)]
+        sampling = self._slots.begin_sampling(batch, words)
+        return self._sampler.sample(graph.hidden[: len(slots)], sampling, slots, rules)
+
+    def _prepare(self, batch: ScheduledBatch, sizes: StepSizes) -> StepWords:
+        """All of a step that comes before the decoder."""
+        words = self._buffer.send(batch, sizes)
         if batch.block_copies:
             self._pool.copy(words.copy_sources, words.copy_destinations)
         if self._attention.reads_past_the_end:
@@ -347,24 +406,35 @@ class Engine:
             self._slots.assign_answers(batch.answers)
             self._encoder.run(batch, self._cross_pool)
         self._sampler.set_up(batch.setups)
-        if batch.num_tokens == 0:
-            return torch.empty(0, dtype=torch.int64)
-        self._slots.book(batch)
-        slots = sampling_slots_of(batch)
+        if batch.num_tokens:
+            self._slots.book(batch)
+            if self._adapters is not None:
+                self._adapters.note_used(batch)
+        return words
+
+    def _parts(self, batch: ScheduledBatch) -> list[ScheduledBatch]:
+        """``batch``, in a pipeline as several that follow one another, if it has tokens enough:
+        then stages compute beside one another. All ranks find the same."""
+        num_stages = self._ranks.place.pipeline_size
+        least = _LEAST_PART["cpu" if self.config.device == "cpu" else "cuda"]
+        count = min(_PARTS_PER_STAGE * num_stages, MAX_UNDER_WAY, batch.num_tokens // least)
+        if num_stages == 1 or count < 2 or self.model_config.deltas:
+            return [batch]
+        return batch.in_parts(-(-batch.num_tokens // count))
+
+    def _start(
+        self, batch: ScheduledBatch, observed: Sequence[tuple[int, ContextChunk]]
+    ) -> _Started:
+        """Have the decoder run ``batch``, eagerly."""
+        words = self._prepare(batch, StepSizes.of(batch))
+        step = self._slots.begin(words.runs, self._slots.host_lengths(batch))
+        attention = self._attention.begin(step.attention)
         if self._adapters is not None:
-            self._adapters.note_used(batch)
-        if graph is None:
-            hidden = self._forward(batch, words, observed)
-        else:
-            graph.replay()
-            hidden = graph.hidden[: len(slots)]
-            is_plain = not rules and self._sampler.is_plain(slots)
-            # Of several ranks the first alone knows whether a draw is plain.
-            if graph.replay_draw is not None and is_plain and self._ranks.place.size == 1:
-                graph.replay_draw()
-                assert graph.tokens is not None
-                return graph.tokens[: len(slots)]
-        return self._sampler.sample(hidden, self._slots.begin_sampling(batch, words), slots, rules)
+            self._adapters.begin(batch, words.runs, draws_all=bool(observed))
+        rows = None if observed else step.sample_rows
+        hidden = self._decoder.forward(step.tokens, step.attention.positions, attention, rows)
+        sampling = self._slots.begin_sampling(batch, words)
+        return _Started(hidden, step.sample_rows if observed else None, sampling)
 
     def _find_graph(self, batch: ScheduledBatch) -> StepGraph | None:
         has_adapters = self._adapters is not None and self._adapters.has_any(batch)
@@ -384,33 +454,27 @@ class Engine:
             table = CompiledAdapters(config.torch_dtype)
         return SlotAdapters(table, pages, config.num_slots)
 
-    def _forward(
-        self, batch: ScheduledBatch, words: StepWords, observed: Sequence[tuple[int, ContextChunk]]
-    ) -> Tensor:
-        """The decoder, eagerly: hidden states of all that draw; logits of ``observed`` chunks are
-        recorded."""
-        step = self._slots.begin(words.runs, self._slots.host_lengths(batch))
-        attention = self._attention.begin(step.attention)
-        if self._adapters is not None:
-            self._adapters.begin(batch, words.runs, draws_all=bool(observed))
-        if not observed:
-            return self._decoder.forward(
-                step.tokens, step.attention.positions, attention, step.sample_rows
-            )
-        hidden = self._decoder.forward(step.tokens, step.attention.positions, attention, None)
-        if not self._ranks.place.is_first_stage:
-            return hidden[step.sample_rows]
-        self._output_recorder.record_context_logits(observed, hidden, self._decoder.logits)
-        return hidden[step.sample_rows]
+    def _receive(self, started: _Started, observed: Sequence[tuple[int, ContextChunk]]) -> Tensor:
+        """Hidden states of all that draw; logits of ``observed`` chunks are recorded."""
+        hidden = self._decoder.receive(started.hidden)
+        if started.sample_rows is None:
+            return hidden
+        if self._ranks.place.is_first_stage:
+            self._output_recorder.record_context_logits(observed, hidden, self._decoder.logits)
+        return hidden[started.sample_rows]
 
     def prepare_thread(self) -> None:
-        """First of all in the thread that runs the steps, if another one has loaded: on CUDA a step
-        that is not recorded. torch's libraries keep a handle and a workspace for each thread
-        (cuBLAS on Hopper: 32 MiB), which no request should wait for."""
+        """First of all in the thread that runs the steps, if another one has loaded: what no
+        request should wait for. On CUDA a step that is not recorded, as torch's libraries keep a
+        handle and a workspace for each thread (cuBLAS on Hopper: 32 MiB); on a CPU steps whose
+        kernels are compiled, or read from the cache."""
         if self.config.device == "cuda":
             recordings, self._graphs = self._graphs, GraphCache()  # no request has an adapter
             self.execute(thread_warmup_batch(self.config))
             self._graphs = recordings
+        elif self.config.attention_backend == COMPILED:
+            for batch in compiling_batches(self.config):
+                self.execute(batch)
 
     def memory_usage(self) -> MemoryUsage:
         """See `StepEngine`."""

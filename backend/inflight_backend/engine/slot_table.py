@@ -65,6 +65,19 @@ class SamplingInputs:
         slots, table, positions = self.slots[rows], self.rows[rows], self.positions[rows]
         return replace(self, slots=slots, rows=table, positions=positions)
 
+    @classmethod
+    def joined(cls, parts: Sequence[SamplingInputs]) -> SamplingInputs:
+        """Those of all ``parts``, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            torch.cat([each.slots for each in parts]),
+            torch.cat([each.rows for each in parts]),
+            torch.cat([each.positions for each in parts]),
+            all(each.is_all_greedy for each in parts),
+            any(each.may_forbid_end for each in parts),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:

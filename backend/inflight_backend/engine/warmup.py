@@ -88,6 +88,15 @@ def thread_warmup_batch(config: EngineConfig) -> ScheduledBatch:
     )
 
 
+def compiling_batches(config: EngineConfig) -> Iterator[ScheduledBatch]:
+    """A prompt and a generation, for whose kernels on a CPU no request should wait."""
+    room = min(config.tokens_per_block, config.seq_len_limit)
+    num_tokens = max(1, min(room - 1, config.num_tokens_limit))
+    yield replace(_context(_PLAIN, num_tokens), new_blocks=(BlockAssignment(0, 0, 0),))
+    if num_tokens < room:
+        yield ScheduledBatch(0, generation_slots=(0,))
+
+
 def _batches(config: EngineConfig) -> Iterator[ScheduledBatch]:
     """Plans for slot 0."""
     longest = min(_LONGEST, config.seq_len_limit)

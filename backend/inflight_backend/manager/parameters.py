@@ -279,6 +279,14 @@ def _read_devices(parameters: ServerParameters) -> dict[str, Any]:
     return {"gpu_device_ids": tuple(map(int, words)), "tensor_parallel_size": tensor}
 
 
+def read_tensor_size(parameters: ServerParameters) -> int:
+    """Ranks that part each layer."""
+    size: int = _read_devices(parameters).get(
+        "tensor_parallel_size", parameters.tensor_parallel_size
+    )
+    return size
+
+
 def _read_machines(parameters: ServerParameters) -> Machines | None:
     """``num_nodes`` and ``rank_address``."""
     if parameters.num_nodes == 1:

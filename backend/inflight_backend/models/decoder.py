@@ -256,7 +256,7 @@ class Decoder:
         all.
 
         The other tokens only leave their keys and values; the last layer does no more for them. In
-        a pipeline the first stage gets the answer; that of the others has its shape and no meaning.
+        a pipeline the answer is a place for them, see `receive`.
         """
         place = self._ranks.place
         run = self._run_fused if self._is_fused else self._run_all
@@ -266,8 +266,13 @@ class Decoder:
         num_rows = len(tokens) if rows is None else len(rows)
         if num_rows or not place.is_last_stage:
             self._ranks.to_next_stage(x)
-        answer = self._empty(tokens, num_rows, self._answer_size)
-        if place.is_first_stage and num_rows:
+        return self._empty(tokens, num_rows, self._answer_size)
+
+    def receive(self, answer: Tensor) -> Tensor:
+        """``answer`` of `forward`, in whose place the first stage of a pipeline gets here what the
+        last one has; on the others it stays without meaning. In the order of the calls before."""
+        place = self._ranks.place
+        if place.pipeline_size > 1 and place.is_first_stage and len(answer):
             return self._ranks.from_previous_stage(answer)
         return answer
 

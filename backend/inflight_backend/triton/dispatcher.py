@@ -8,8 +8,9 @@ first token leaves at once in both cases.
 A request whose response cannot be built or sent is stopped, and gets the error when it has ended.
 Nothing ends the thread.
 
-A round that served many requests is followed by a rest as long as the round: sending takes the
-interpreter lock and a core from the engine, and what piles up meanwhile is sent at the same price.
+A round that served many requests is followed by a rest: sending takes the interpreter lock and a
+core from the engine, and what piles up meanwhile is sent at the same price. First tokens, ends and
+answers to questions leave in a rest, too.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ class MergedResponse:
     is_final: bool = False
     error: str = ""
 
+    is_first: bool = False
+
+    @property
+    def is_urgent(self) -> bool:
+        """True for what a client waits for."""
+        return self.is_first or self.is_final
+
     @property
     def has_room(self) -> bool:
         """False while it should wait for a slow reader; an end does not."""
@@ -67,7 +75,10 @@ class MergedResponse:
 _logger = get_logger(__name__)
 
 _FEW_REQUESTS = 16  # up to here every token leaves on its own
+_REST = 1.0  # as long as the round
 _MAX_REST_SECONDS = 0.02
+_SHARED_REST = 4.0  # where the engine computes on the same cores: sending takes a fifth of one
+_MAX_SHARED_REST_SECONDS = 0.05  # text still flows
 _MAX_BACKLOG = 16_384  # responses that wait to be sent; a token takes less than 1 KiB
 _MAX_BACKLOG_BYTES = 2**28  # of their tensors: all beams each time, or a row of logits
 _NOT_SENT = "the response could not be sent"
@@ -124,8 +135,11 @@ class ResponseDispatcher:
         self._num_bytes = 0  # of what is in the queue or being sent
         self._num_bytes_lock = threading.Lock()
         self._streams: dict[int, AnswerStream] = {}
-        # To be sent in this round, or when there is room.
+        # To be sent in this round, or when there is room, or after the rest.
         self._pieces: dict[int, MergedResponse] = {}
+        self._unanswered: set[int] = set()  # requests whose first token has not come
+        self._urgent = threading.Event()  # ends a rest
+        self.shares_cores = False  # with the engine: rests are longer
         self.progress = Progress()  # of its rounds
         self._thread = threading.Thread(target=self._run, name="ResponseDispatcher", daemon=True)
         self._thread.start()
@@ -142,16 +156,19 @@ class ResponseDispatcher:
     def open(self, request_id: int, stream: AnswerStream) -> None:
         """Make a request known; call it before the request can produce anything."""
         self._streams[request_id] = stream
+        self._unanswered.add(request_id)
 
     def discard(self, request_id: int) -> None:
         """Forget a request that was opened but never accepted."""
         self._streams.pop(request_id, None)
+        self._unanswered.discard(request_id)
 
     def send_response(
         self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
     ) -> None:
         """The send-response callback: returns at once."""
-        self._put((request_id, tensors, is_final, error))
+        is_urgent = is_final or bool(error) or request_id in self._unanswered
+        self._put((request_id, tensors, is_final, error), is_urgent=is_urgent)
 
     def answer(self, stream: ResponseSender, name: str, text: str) -> None:
         """Send ``text`` as tensor ``name``, the only response of ``stream``; from any thread."""
@@ -171,36 +188,52 @@ class ResponseDispatcher:
         self._put(None)
         self._thread.join()
 
-    def _put(self, message: _Message) -> None:
+    def _put(self, message: _Message, *, is_urgent: bool = True) -> None:
         if (num_bytes := _num_bytes_of(message)) > 0:
             self._count(num_bytes)
         self._queue.put(message)
+        if is_urgent:
+            self._urgent.set()
 
     def _count(self, num_bytes: int) -> None:
         with self._num_bytes_lock:
             self._num_bytes += num_bytes
 
     def _run(self) -> None:
-        is_open = True
+        is_open, rest_ends = True, 0.0
         while is_open:
-            messages = self._take_all()
+            self._urgent.wait(max(rest_ends - time.perf_counter(), 0.0))
+            self._urgent.clear()  # before the queue is read
+            is_resting = time.perf_counter() < rest_ends
+            messages = self._take_all(waits=not is_resting and not rest_ends)
+            is_resting = is_resting and None not in messages
             started = time.perf_counter()
             is_open = None not in messages
             with self.progress:
-                num_requests = self._send_or_end(messages)
+                num_requests = self._send_or_end(messages, only_urgent=is_resting)
             self._count(-sum(map(_num_bytes_of, messages)))
-            if num_requests > _FEW_REQUESTS and is_open:
-                time.sleep(min(time.perf_counter() - started, _MAX_REST_SECONDS))
+            if not is_resting:
+                rest_ends = self._end_of_rest(started, num_requests)
 
-    def _take_all(self) -> list[_Message]:
-        """Everything in the queue, waiting for the first."""
-        messages = [self._queue.get()]
+    def _end_of_rest(self, started: float, num_requests: int) -> float:
+        """Until when to rest after a round, 0 for not at all."""
+        if num_requests <= _FEW_REQUESTS:
+            return 0.0
+        factor, longest = _REST, _MAX_REST_SECONDS
+        if self.shares_cores and self._merges:
+            factor, longest = _SHARED_REST, _MAX_SHARED_REST_SECONDS
+        now = time.perf_counter()
+        return now + min(factor * (now - started), longest)
+
+    def _take_all(self, *, waits: bool) -> list[_Message]:
+        """Everything in the queue; ``waits``: for the first, if there is none."""
+        messages = [self._queue.get()] if waits else []
         with suppress(queue.Empty):
             while True:
                 messages.append(self._queue.get_nowait())
         return messages
 
-    def _send_or_end(self, messages: Sequence[_Message]) -> int:
+    def _send_or_end(self, messages: Sequence[_Message], *, only_urgent: bool) -> int:
         """`_send_round`; if even that fails, end every request in it. Returns how many requests
         were served."""
         responses = [message for message in messages if isinstance(message, tuple)]
@@ -209,7 +242,7 @@ class ResponseDispatcher:
                 if isinstance(message, _Call):
                     message.run()
                     self.progress.moved()
-            return self._send_round(responses)
+            return self._send_round(responses, only_urgent=only_urgent)
         except BaseException:  # the thread must live: no other thread sends
             _logger.exception("a round of responses failed; its requests end")
         for response in responses:
@@ -225,20 +258,26 @@ class ResponseDispatcher:
         if (answer := self._streams.get(request_id)) is None:
             return
         self._pieces.pop(request_id, None)
+        self._unanswered.discard(request_id)
         self._give_up(request_id)
         if is_final or error:
             del self._streams[request_id]
             self._on_end(request_id, answer.num_left_out)
             answer.abandon(_NOT_SENT)
 
-    def _send_round(self, responses: Sequence[_Response]) -> int:
+    def _send_round(self, responses: Sequence[_Response], *, only_urgent: bool = False) -> int:
         """Merge per request and send; how many requests were served.
 
-        What a slow reader has no room for is kept, and travels with what comes next.
+        What a slow reader has no room for is kept, and travels with what comes next; so does what
+        is not urgent, in a rest.
         """
         for response in responses:
             self._merge(response)
-        ready = [piece for piece in self._pieces.values() if piece.has_room]
+        ready = [
+            piece
+            for piece in self._pieces.values()
+            if piece.has_room and (piece.is_urgent or not only_urgent)
+        ]
         for piece in ready:
             del self._pieces[piece.request_id]
             if not piece.is_final:
@@ -257,7 +296,10 @@ class ResponseDispatcher:
             if (answer := self._streams.get(request_id)) is None:
                 _logger.error("a response for the unknown request %d was dropped", request_id)
                 return
-            piece = self._pieces[request_id] = MergedResponse(request_id, answer)
+            is_first = request_id in self._unanswered
+            self._unanswered.discard(request_id)
+            piece = MergedResponse(request_id, answer, is_first=is_first)
+            self._pieces[request_id] = piece
         try:
             piece.add(tensors, is_final, error)
         except BaseException:

@@ -341,6 +341,7 @@ class TritonPythonModel:
             # Else `Frontend` wakes it; what waits there may become ready by time alone.
             poll_when_idle=lambda: len(self._queue) > 0,
         )
+        self._dispatcher.shares_cores = not self._manager.engine.is_asynchronous
         self._manager.lengths.await_senders()
         if codec is not None:
             codec.check_fits(self._manager.limits.vocab_size)

@@ -39,7 +39,6 @@ from inflight_server.commands.worker import (
     machines_of,
     ranks_elsewhere,
     run_worker,
-    tensor_size_of,
 )
 from inflight_server.serve.console import say
 from inflight_server.serve.repository import (
@@ -48,7 +47,7 @@ from inflight_server.serve.repository import (
     OPTIONAL_MODELS,
     install,
 )
-from inflight_server.serve.settings import ServeSettings, parse_overrides, with_draft
+from inflight_server.serve.settings import ServeSettings, parse_overrides, rank_sizes, with_draft
 
 app = typer.Typer()
 
@@ -268,15 +267,23 @@ def serve(
     try:
         folder = find_checkpoint(model)
         models = chosen_models(add or (), has_draft=draft_model is not None)
-        if world_size is not None:
-            tensor_parallel_size = tensor_size_of(
-                world_size, tensor_parallel_size, pipeline_parallel_size
+        overrides = [
+            *(set_ or ()),
+            *_adapters_override(lora or ()),
+            *_ranks_override(
+                tensor_parallel_size, pipeline_parallel_size, is_by_experts=expert_parallel
+            ),
+        ]
+        tensor, pipeline = rank_sizes(parse_overrides(overrides, folder, models), folder, nnodes)
+        if world_size is not None and world_size > tensor * pipeline == 1:
+            overrides.append(f"tensor_parallel_size={world_size}")
+            tensor = world_size
+        size = tensor * pipeline
+        if world_size not in (None, size):
+            raise ConfigurationError(
+                f"--world_size is {world_size}, and tensor_parallel_size * pipeline_parallel_size "
+                f"{size}"
             )
-        overrides = [*(set_ or ()), *_adapters_override(lora or ())]
-        overrides += _ranks_override(
-            tensor_parallel_size, pipeline_parallel_size, is_by_experts=expert_parallel
-        )
-        size = tensor_parallel_size * pipeline_parallel_size
         if node_rank:
             code = run_worker(size, nnodes, node_rank, master_addr, master_port, model)
             raise typer.Exit(code)

@@ -75,18 +75,6 @@ ExpertParallelOption = Annotated[
 ]
 
 
-def tensor_size_of(world_size: int, tensor_size: int, pipeline_size: int) -> int:
-    """By the number of all ranks, as ``launch_triton_server.py`` has it: they part each layer,
-    unless other options say more; `ConfigurationError` if these disagree."""
-    size = tensor_size * pipeline_size
-    if size not in (1, world_size):
-        raise ConfigurationError(
-            f"--world_size is {world_size}, and --tensor-parallel-size * --pipeline-parallel-size "
-            f"{size}"
-        )
-    return tensor_size if size > 1 else world_size
-
-
 class ExecutorBackend(str, Enum):
     """Who starts the ranks of other machines."""
 

@@ -13,6 +13,7 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.parameters import (
     ServerParameters,
     parse_parameters,
+    read_tensor_size,
     unknown_key_message,
 )
 from inflight_backend.text.tokenizer_files import find_tokenizer
@@ -206,6 +207,13 @@ def parse_overrides(
         values[key] = str(Path(value).absolute()) if key in PATH_KEYS and value else value
     _parse_for_llm(values, model)
     return values
+
+
+def rank_sizes(values: Mapping[str, str], model: Path, num_nodes: int) -> tuple[int, int]:
+    """The tensor and pipeline parallel size of ``values`` (see `parse_overrides`), also by the GPUs
+    that they name, on so many machines."""
+    parameters = _parse_for_llm({"num_nodes": str(num_nodes), **values}, model)
+    return read_tensor_size(parameters), parameters.pipeline_parallel_size
 
 
 def _parse_for_llm(values: Mapping[str, str], model: Path) -> ServerParameters:

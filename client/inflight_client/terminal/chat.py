@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from inflight_client.errors import InflightError, InvalidArgument, ServerError
+from inflight_protocol.sampling import SAMPLING_OPTIONS
 
 HELP = """\
 /set NAME VALUE   a field of each request, as temperature 0.7; without a value: the server's own
@@ -30,6 +31,16 @@ HELP = """\
 /save FILE        the conversation as JSON; as text for a name that ends in .txt or .md
 /help, /quit      this, and the end (Ctrl-D)
 A line that ends in \\ goes on in the next one; so does everything between two lines of \"\"\"."""
+
+SETTINGS = (
+    *SAMPLING_OPTIONS,
+    *("max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "bad_words"),
+    *("ignore_eos", "logit_bias", "response_format", "reasoning_effort", "enable_thinking"),
+    *("chat_template_kwargs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens"),
+    *("cache_salt", "user"),
+)
+"""What ``/set`` takes: a server passes over other names, and nobody would notice."""
 
 _HISTORY_LINES = 1000
 _BLOCK = '"""'
@@ -62,8 +73,8 @@ class Conversation:
         if not name:
             told = [f"{name} = {json.dumps(value)}" for name, value in self.settings.items()]
             return "\n".join(told) or "nothing is set"
-        if name in ("model", "messages", "stream", "stream_options"):
-            return f"{name} cannot be set here"
+        if name not in SETTINGS:
+            return f"error: {name} cannot be set; there are {', '.join(sorted(SETTINGS))}"
         if not text.strip():
             self.settings.pop(name, None)
             return f"{name}: the server's own"
@@ -243,8 +254,9 @@ class Answer:
         parts = [f"{num_tokens} token{'' if num_tokens == 1 else 's'}"]
         if self.first_at:
             seconds = time.monotonic() - self.first_at
-            if num_tokens > 1 and seconds > 0:
-                parts.append(f"{(num_tokens - 1) / seconds:.1f} tokens/s")
+            if self.num_pieces > 1 and seconds > 0:  # a busy server sends several tokens at once
+                num_later = num_tokens * (1 - 1 / self.num_pieces)
+                parts.append(f"{num_later / seconds:.1f} tokens/s")
             parts.append(f"first after {(self.first_at - start) * 1e3:.0f} ms")
         if self.is_stopped:
             parts.append("stopped")

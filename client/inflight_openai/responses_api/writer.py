@@ -74,9 +74,10 @@ class ResponseWriter:
 
     def ending(self) -> bytes:
         """The last events."""
-        events = [self._grow(part, ()) for part in self._parts.finish()] + [self._close()]
+        events = [self._grow(part, ()) for part in self._parts.finish()]
         is_cut = self._parts.finish_reason(self._reason) == "length"
         status = "incomplete" if is_cut else "completed"
+        events.append(self._close(status))
         num_prompt = len(self._request.prompts[0])
         thoughts = "".join(
             item["content"][0]["text"] for item in self._items if item["type"] == "reasoning"
@@ -150,12 +151,12 @@ class ResponseWriter:
             item["content"].append(content)
         return event
 
-    def _close(self) -> bytes:
+    def _close(self, status: str = "completed") -> bytes:
         """The events that end the last item."""
         if self._open is None:
             return b""
         item, kind, self._open = self._items[-1], self._open.kind, None
-        item["status"] = "completed"
+        item["status"] = status
         if kind == "call":
             arguments = item["arguments"]
             event = self._item_event(

@@ -1,4 +1,5 @@
-"""RMS norm, with and without a sum before it, and the gated SiLU: rows of x [T, dim].
+"""RMS norm, with and without a sum before it, the gated SiLU, and what products of quantised
+weights read: rows of x [T, dim].
 
 Meaning and rounding are those of `inflight_kernels.reference`; a piece of work is a row.
 """
@@ -21,6 +22,7 @@ from inflight_kernels.cpu.intrinsics import (
     exp,
     finish_piece,
     get,
+    nearest,
     put,
     rounded,
     take_next,
@@ -29,6 +31,8 @@ from inflight_kernels.cpu.threads import Kernel, Stage
 
 _FEW = 32_768
 """Numbers that one thread is done with before others have begun."""
+_EXACT = {**FAST, "fastmath": False}
+"""Of quotients that are to be rounded: many are halves, which a reciprocal would miss."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -78,6 +82,26 @@ def silu_mul_stage(gate_up: Tensor, out: Tensor) -> Stage:
     """`silu_mul`."""
     numbers = (len(out), gate_up.data_ptr(), out.data_ptr(), out.shape[1])
     return Stage(_silu_kernel(out.dtype == torch.bfloat16), numbers)
+
+
+def quantize_stage(x: Tensor, numbers: Tensor, scales: Tensor) -> Stage:
+    """`reference.quantize_int8` of x [T, columns]: 128 more than the numbers, as uint8, and their
+    scales float32 [T, 1]; all are contiguous."""
+    pointers = (x.data_ptr(), numbers.data_ptr(), scales.data_ptr())
+    return Stage(_quantize_kernel(x.dtype == torch.bfloat16), (len(x), *pointers, x.shape[1]))
+
+
+def group_sums_stage(x: Tensor, group_size: int, out: Tensor) -> Stage:
+    """Sums of each group of so many columns of x [T, columns], of which the last may be shorter,
+    into ``out`` float32 [T, groups]; both are contiguous."""
+    numbers = (len(x), x.data_ptr(), out.data_ptr(), x.shape[1], group_size)
+    return Stage(_sums_kernel(x.dtype == torch.bfloat16), numbers)
+
+
+def select_columns_stage(x: Tensor, columns: Tensor, out: Tensor) -> Stage:
+    """``x[:, columns]``, columns int32 [n], into ``out`` [T, n]; all are contiguous."""
+    numbers = (len(x), x.data_ptr(), columns.data_ptr(), out.data_ptr(), x.shape[1], out.shape[1])
+    return Stage(_columns_kernel(x.dtype == torch.bfloat16), numbers)
 
 
 def _norm_stage(
@@ -173,3 +197,117 @@ def _silu_bfloat16(pointer):
 @cache
 def _silu_kernel(is_bfloat16: bool) -> Kernel:
     return Kernel(_silu_bfloat16 if is_bfloat16 else _silu_float32, 4)
+
+
+@njit(**FAST)
+def _largest(x):
+    found = np.float32(1e-12)
+    for column in range(len(x)):
+        found = max(found, abs(get(x, column)))
+    return found
+
+
+@njit(
+    nogil=True, error_model="numpy"
+)  # not by a reciprocal: quotients may lie between two integers
+def _quantize_row(x, largest, numbers):
+    """The scale of the row."""
+    scale = largest / np.float32(127)
+    for column in range(len(x)):
+        numbers[column] = np.uint8(np.int32(nearest(get(x, column) / scale)) + np.int32(128))
+    return scale
+
+
+@njit(**_EXACT)
+def _quantize(pointer, size, like):
+    """``size``: bytes of a number like ``like``. A piece is a row."""
+    numbers = carray(pointer, 7, types.int64)
+    num_rows, columns = numbers[2], numbers[6]
+    scales = array_at(numbers[5], num_rows, np.float32(0))
+    while True:
+        row = take_next(numbers.ctypes.data)
+        if row >= num_rows:
+            break
+        x = array_at(numbers[3] + row * columns * size, columns, like)
+        of_row = array_at(numbers[4] + row * columns, columns, np.uint8(0))
+        scales[row] = _quantize_row(x, _largest(x), of_row)
+        finish_piece(numbers.ctypes.data)
+    return num_rows
+
+
+def _quantize_float32(pointer):
+    return _quantize(pointer, 4, np.float32(0))
+
+
+def _quantize_bfloat16(pointer):
+    return _quantize(pointer, 2, np.uint16(0))
+
+
+@cache
+def _quantize_kernel(is_bfloat16: bool) -> Kernel:
+    return Kernel(_quantize_bfloat16 if is_bfloat16 else _quantize_float32, 5)
+
+
+@njit(**FAST)
+def _sum_groups(pointer, size, like):
+    """``size``: bytes of a number like ``like``. A piece is a row."""
+    numbers = carray(pointer, 7, types.int64)
+    num_rows, columns, group_size = numbers[2], numbers[5], numbers[6]
+    num_groups = (columns + group_size - 1) // group_size
+    while True:
+        row = take_next(numbers.ctypes.data)
+        if row >= num_rows:
+            break
+        x = array_at(numbers[3] + row * columns * size, columns, like)
+        out = array_at(numbers[4] + row * num_groups * 4, num_groups, np.float32(0))
+        for group in range(num_groups):
+            total = np.float32(0)
+            for column in range(group * group_size, min((group + 1) * group_size, columns)):
+                total += get(x, column)
+            out[group] = total
+        finish_piece(numbers.ctypes.data)
+    return num_rows
+
+
+def _sum_groups_float32(pointer):
+    return _sum_groups(pointer, 4, np.float32(0))
+
+
+def _sum_groups_bfloat16(pointer):
+    return _sum_groups(pointer, 2, np.uint16(0))
+
+
+@cache
+def _sums_kernel(is_bfloat16: bool) -> Kernel:
+    return Kernel(_sum_groups_bfloat16 if is_bfloat16 else _sum_groups_float32, 5)
+
+
+@njit(**FAST)
+def _select_columns(pointer, size, like):
+    """``size``: bytes of a number like ``like``. A piece is a row."""
+    numbers = carray(pointer, 8, types.int64)
+    num_rows, of_x, count = numbers[2], numbers[6], numbers[7]
+    columns = array_at(numbers[4], count, np.int32(0))
+    while True:
+        row = take_next(numbers.ctypes.data)
+        if row >= num_rows:
+            break
+        x = array_at(numbers[3] + row * of_x * size, of_x, like)
+        out = array_at(numbers[5] + row * count * size, count, like)
+        for place in range(count):
+            out[place] = x[columns[place]]
+        finish_piece(numbers.ctypes.data)
+    return num_rows
+
+
+def _select_columns_float32(pointer):
+    return _select_columns(pointer, 4, np.float32(0))
+
+
+def _select_columns_bfloat16(pointer):
+    return _select_columns(pointer, 2, np.uint16(0))
+
+
+@cache
+def _columns_kernel(is_bfloat16: bool) -> Kernel:
+    return Kernel(_select_columns_bfloat16 if is_bfloat16 else _select_columns_float32, 6)

@@ -208,6 +208,17 @@ def to_bits(_, number):
     return types.uint32(types.float32), generate
 
 
+@intrinsic
+def nearest(_, number):
+    """The nearest whole number, of two the even one."""
+
+    def generate(context, builder, signature, arguments):
+        function = builder.module.declare_intrinsic("llvm.rint", (F32,))
+        return builder.call(function, arguments)
+
+    return types.float32(types.float32), generate
+
+
 @njit(inline="always")
 def widen(bits):
     """A bfloat16 (uint16) as float32."""
@@ -260,6 +271,8 @@ def _put(array, index, number):
 def _array_at(address, size, like):
     if like == types.uint16:
         return lambda address, size, like: carray(address_to(address), size, types.uint16)
+    if like == types.uint8:
+        return lambda address, size, like: carray(address_to(address), size, types.uint8)
     if like == types.int32:
         return lambda address, size, like: carray(address_to(address), size, types.int32)
     if like == types.int64:

@@ -100,16 +100,15 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_stage(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> Stage:
-    """`linear` into ``out``; both tensors are contiguous."""
-    rows = num_rows(packed)
+    """`linear` into ``out``, whose rows are contiguous; x is, too."""
     numbers = (
         len(x),
         x.data_ptr(),
         packed.data_ptr(),
-        (no_bias(rows) if bias is None else bias).data_ptr(),
+        (no_bias(num_rows(packed)) if bias is None else bias).data_ptr(),
         out.data_ptr(),
         x.shape[1] * x.itemsize,
-        rows * x.itemsize,
+        out.stride(0) * out.itemsize,
         len(packed),
     )
     return Stage(_kernel(x.dtype == torch.bfloat16), numbers)

@@ -3,7 +3,12 @@
 A weight [rows, columns] is kept in panels of 16 rows, as in `linear`; a word of 32 bits has 8
 numbers of a row, or 4. Products of a group are added up first, then multiplied by its scale; sums
 are float32, and a row of the answer does not depend on the rows beside it. Where the CPU multiplies
-pairs of bfloat16, two columns are widened at once for it.
+pairs of bfloat16, two columns are widened at once for it; with AVX-512 numbers of 4 bits are looked
+up in a register, which takes an instruction for 16 of them, or for 16 such pairs. So are the two
+bytes of what FP8 is in bfloat16, where the CPU looks up bytes (VBMI).
+
+`integer_linear` rounds x to 8 bits, too, and adds up products of integers, where the CPU has an
+instruction for four of them (VNNI).
 
 A *tile* is some rows of x and panels that stay in registers over a group. Where panels are left
 over, the last tile begins earlier, and makes some answers a second time.
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +29,15 @@ from numba import carray, njit, types
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 from torch import Tensor
-from torch.nn import functional
 
+from inflight_kernels import reference
+from inflight_kernels.cpu.elementwise import group_sums_stage, quantize_stage
 from inflight_kernels.cpu.intrinsics import (
     F32,
     FAST,
     FLOATS,
     HAS_WIDE_REGISTERS,
+    I16,
     I32,
     I64,
     INTS,
@@ -55,23 +63,31 @@ _ROWS = (8, 4, 1) if HAS_WIDE_REGISTERS else (4, 2, 1)
 _HIGH, _LOW, _ = _ROWS
 _PANELS, _PANELS_OF_ONE_ROW = (2, 6) if HAS_WIDE_REGISTERS else (1, 3)
 _PREFETCH_BYTES = 1024
+_MOST_COLUMNS = 1 << 16
+"""Of which products of 8 bits are added up in 32."""
+_FEW = 32_768
+"""Numbers that one thread is done with before others have begun."""
 _KINDS = {torch.uint8: "nibbles", torch.int8: "integers", torch.float8_e4m3fn: "floats"}
 _IN_A_WORD = {
     **dict.fromkeys(("nibbles", "nibbles and zeros", "codes"), 8),
-    **dict.fromkeys(("integers", "integers and zeros", "floats"), 4),
+    **dict.fromkeys(("integers", "integers and zeros", "floats", "float pairs"), 4),
+    "integer products": 4,
 }
 _AND_ZEROS = " and zeros"
+_HAVE_WIDE_SCALES = ("floats", "float pairs", "integer products")
 _TYPES = {
     **dict.fromkeys(("nibbles", "nibbles and zeros", "codes"), torch.uint8),
     **dict.fromkeys(("integers", "integers and zeros"), torch.int8),
-    "floats": torch.float8_e4m3fn,
+    **dict.fromkeys(("floats", "float pairs"), torch.float8_e4m3fn),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """``kind``: what the words hold. ``words`` int32 [panels, columns / n, 16]; ``scales`` and
-    ``zeros`` [panels, groups, 16]; ``table`` [16] float32: what codes stand for."""
+    """``kind``: what the words hold. ``words`` int32 [panels, columns / n, 16], of 4 bits the even
+    columns in the low half, of float pairs see `_in_pairs`; ``scales`` and ``zeros`` [panels,
+    groups, 16], of integer products zeros are what sums begin from; ``table`` [16] float32: what
+    codes stand for."""
 
     kind: str
     words: Tensor
@@ -85,6 +101,11 @@ class Packed:
     def rows(self) -> int:
         """Of the weight."""
         return len(self.words) * WIDTH
+
+    @property
+    def num_groups(self) -> int:
+        """Of a row."""
+        return self.scales.shape[1]
 
 
 def takes(values: Tensor, dtype: torch.dtype, group_size: int, *, has_codebook: bool) -> bool:
@@ -104,6 +125,11 @@ def takes(values: Tensor, dtype: torch.dtype, group_size: int, *, has_codebook: 
 @cache
 def _looks_up() -> bool:
     return "+avx2" in get_host_cpu_features()
+
+
+@cache
+def _looks_up_bytes() -> bool:
+    return multiplies_bfloat16() and "+avx512vbmi" in get_host_cpu_features()
 
 
 def pack(
@@ -127,7 +153,10 @@ def pack(
                 zeros = None
             elif zeros is None:
                 raise ValueError("zeros: 4 bits without a codebook need them")
+        values = _parted(values)
     words = _panels(values.contiguous().view(torch.int32))
+    if kind == "floats" and dtype == torch.bfloat16 and _looks_up_bytes():
+        kind, words = "float pairs", _in_pairs(words)
     if zeros is not None:
         kind, zeros = kind + _AND_ZEROS, _panels(zeros)
     return Packed(kind, words, _panels(scales), zeros, table, columns, group_size)
@@ -142,17 +171,44 @@ def _panels(numbers: Tensor) -> Tensor:
     return found.copy_(numbers.view(rows // WIDTH, WIDTH, width).transpose(1, 2))
 
 
+def _parted(values: Tensor) -> Tensor:
+    """Bytes [rows, n] of two columns each -> words of eight whose even columns come first."""
+    words = values.reshape(-1, 4)
+    return reference.pack_nibbles(torch.cat((words & 15, words >> 4), 1)).view(values.shape)
+
+
+def _put_together(values: Tensor) -> Tensor:
+    """What `_parted` has made, as it was."""
+    even, odd = reference.unpack_nibbles(values.reshape(-1, 4)).split_with_sizes([4, 4], 1)
+    return (even | (odd << 4)).view(values.shape)
+
+
+def _in_pairs(words: Tensor) -> Tensor:
+    """Of words of four rows the first two bytes of each, then the others: their pairs are put
+    together from halves of 16 bytes."""
+    grouped = words.view(torch.int16).view(*words.shape[:2], 4, 4, 2)
+    words.copy_(grouped.transpose(-1, -2).reshape(*words.shape[:2], -1).view(torch.int32))
+    return words
+
+
 def rows(weight: Packed, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Values, scales and zeros of those rows [T], as they were packed."""
     panels, places = numbers // WIDTH, numbers % WIDTH
-    values = weight.words[panels, :, places].view(_TYPES[weight.kind])
+    if weight.kind == "float pairs":
+        grouped = weight.words.view(torch.int16).view(*weight.words.shape[:2], 4, 2, 4)
+        values = grouped[panels, :, places // 4, :, places % 4].flatten(1).view(torch.int32)
+    else:
+        values = weight.words[panels, :, places]
+    values = values.view(_TYPES[weight.kind])
     scales, zeros = (
         None if each is None else each[panels, :, places] for each in (weight.scales, weight.zeros)
     )
     assert scales is not None
-    if _KINDS.get(values.dtype) == "nibbles" and weight.table is None:
-        values = values ^ 0x88
-        zeros = torch.full_like(scales, 8) if zeros is None else zeros
+    if _KINDS.get(values.dtype) == "nibbles":
+        values = _put_together(values)
+        if weight.table is None:
+            values = values ^ 0x88
+            zeros = torch.full_like(scales, 8) if zeros is None else zeros
     return values, scales, zeros
 
 
@@ -161,7 +217,10 @@ def quantized_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
     num_tokens, x = len(x), x.contiguous()
     out = torch.empty(num_tokens, weight.rows, dtype=x.dtype)
     if num_tokens:
-        sums = None if weight.zeros is None else _group_sums(x, weight.group_size)
+        sums = None
+        if weight.zeros is not None:
+            sums = torch.empty(num_tokens, weight.num_groups)
+            group_sums_stage(x, weight.group_size, sums).run(is_small=x.numel() < _FEW)
         quantized_linear_stage(x, weight, bias, out, sums).run()
     return out
 
@@ -169,8 +228,9 @@ def quantized_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
 def quantized_linear_stage(
     x: Tensor, weight: Packed, bias: Tensor | None, out: Tensor, sums: Tensor | None = None
 ) -> Stage:
-    """`quantized_linear` into ``out``; both tensors are contiguous. ``sums`` [T, groups] of x, if
-    there are zeros."""
+    """`quantized_linear` into ``out``, whose rows are contiguous; x is, too. ``sums``: those of
+    `group_sums_stage`, if there are zeros. Of integer products x and sums are what `quantize_stage`
+    makes."""
     numbers = (
         len(x),
         x.data_ptr(),
@@ -184,32 +244,68 @@ def quantized_linear_stage(
         x.shape[1],
         weight.group_size,
         len(weight.words),
+        out.stride(0) * out.itemsize,
     )
-    return Stage(_kernel(weight.kind, x.dtype == torch.bfloat16), numbers)
+    return Stage(_kernel(weight.kind, out.dtype == torch.bfloat16), numbers)
 
 
-def _group_sums(x: Tensor, group_size: int) -> Tensor:
-    """[T, columns] -> float32 [T, groups]."""
-    x = functional.pad(x, (0, -x.shape[1] % group_size))
-    return x.view(len(x), -1, group_size).sum(dim=-1, dtype=torch.float32)
+def takes_integers(values: Tensor, scales: Tensor) -> bool:
+    """Whether there is an `integer_linear` for int8 ``values`` [rows, columns] here."""
+    rows, columns = values.shape
+    return (
+        values.dtype == torch.int8
+        and scales.shape == (rows, 1)
+        and rows % WIDTH == 0
+        and rows >= _PANELS * WIDTH
+        and columns % 4 == 0
+        and columns <= _MOST_COLUMNS
+        and "+avx512vnni" in get_host_cpu_features()
+    )
 
 
-def _nibble(builder, word, place, table):
-    """The 4 bits at ``place`` of each word, as float32."""
-    top = builder.shl(word, constant(28 - 4 * place))
+def pack_integers(values: Tensor, scales: Tensor) -> Packed:
+    """int8 [rows, columns] with scales [rows, 1]."""
+    starts = values.sum(1, keepdim=True, dtype=torch.int32) * -128
+    words = _panels(values.contiguous().view(torch.int32))
+    columns = values.shape[1]
+    kind = "integer products"
+    return Packed(kind, words, _panels(scales.float()), _panels(starts), None, columns, columns)
+
+
+def integer_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+    """x [T, columns] -> [T, rows], both of the model's dtype: `reference.quantize_int8` of x, times
+    the weight; bias: float32 [rows]."""
+    num_tokens, x = len(x), x.contiguous()
+    out = torch.empty(num_tokens, weight.rows, dtype=x.dtype)
+    if num_tokens:
+        numbers, scales = torch.empty_like(x, dtype=torch.uint8), torch.empty(num_tokens, 1)
+        quantize_stage(x, numbers, scales).run(is_small=x.numel() < _FEW)
+        quantized_linear_stage(numbers, weight, bias, out, scales).run()
+    return out
+
+
+def _place(column):
+    """Where the 4 bits of a column are in a word."""
+    return column // 2 + 4 * (column % 2)
+
+
+def _nibble(builder, word, column, table):
+    """The 4 bits of a column of each word, as float32."""
+    if HAS_WIDE_REGISTERS:
+        return _code(builder, word, column, table)
+    top = builder.shl(word, constant(28 - 4 * _place(column)))
     return builder.sitofp(builder.ashr(top, constant(28)), FLOATS)
 
 
-def _code(builder, word, place, table):
-    """The same, looked up in a table of two halves of 8."""
-    kind = ir.FunctionType(_EIGHT, [_EIGHT, ir.VectorType(I32, 8)])
-    name = "llvm.x86.avx2.permps"
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-    codes = builder.lshr(word, constant(4 * place))
+def _code(builder, word, column, table):
+    """The same, looked up in a table."""
+    codes = builder.lshr(word, constant(4 * _place(column)))
+    if HAS_WIDE_REGISTERS:
+        return _call(builder, "llvm.x86.avx512.permvar.sf.512", table, codes)
     halves = [
         [
-            builder.call(function, [_half(builder, table, half), _half(builder, codes, part)])
-            for part in (0, 1)
+            _call(builder, "llvm.x86.avx2.permps", _half(builder, table, half), part)
+            for part in (_half(builder, codes, 0), _half(builder, codes, 1))
         ]
         for half in (0, 1)
     ]
@@ -220,6 +316,31 @@ def _code(builder, word, place, table):
     return builder.select(is_high, high, low)
 
 
+def _codes_of_pairs(builder, word, column, table):
+    """An even column and the next one, as pairs of bfloat16; ``table``: `_table_of_pairs`."""
+    codes = builder.lshr(word, constant(4 * _place(column)))
+    codes = builder.bitcast(codes, _PAIRS)
+    return builder.bitcast(_call(builder, _LOOK_UP_PAIRS, table, codes), FLOATS)
+
+
+def _table_of_pairs(builder, table):
+    """``table`` in bfloat16, twice: of an index 5 bits count, and the last is another number's."""
+    bits = builder.lshr(builder.bitcast(table, INTS), constant(16))
+    twice = ir.Constant(ir.VectorType(I32, 2 * WIDTH), [*range(WIDTH)] * 2)
+    short = builder.trunc(bits, SHORTS)
+    return builder.shuffle_vector(short, ir.Constant(SHORTS, ir.Undefined), twice)
+
+
+def _call(builder, name, *vectors):
+    """An operation of the CPU on vectors, of the type of the first."""
+    kind = ir.FunctionType(vectors[0].type, [each.type for each in vectors])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, vectors)
+
+
+_PAIRS = ir.VectorType(I16, 2 * WIDTH)
+_LOOK_UP_PAIRS = "llvm.x86.avx512.permvar.hi.512"
+_SIGNED_NIBBLES = ir.Constant(FLOATS, [*map(float, range(8)), *map(float, range(-8, 0))])
 _EIGHT = ir.VectorType(F32, 8)
 
 
@@ -242,12 +363,51 @@ def _float8(builder, word, place, table):
     return builder.fmul(builder.bitcast(bits, FLOATS), factor)
 
 
+def _float_pairs(builder, word, column, table):
+    """Columns 0 and 1 of e4m3, or 2 and 3, as pairs of bfloat16: a table has each of their bytes,
+    by 7 bits; the eighth is the sign. See `_in_pairs`."""
+    codes = builder.bitcast(word, _BYTES)
+    low, high = (
+        _call(builder, _LOOK_UP_BYTES, first, codes, second) for first, second in _FLOAT8_BYTES
+    )
+    high = builder.or_(high, builder.and_(codes, ir.Constant(_BYTES, [0x80] * 64)))
+    places = [
+        which * 64 + lane * 16 + column * 4 + place
+        for lane in range(4)
+        for place in range(8)
+        for which in (0, 1)
+    ]
+    pairs = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 64), places))
+    return builder.bitcast(pairs, FLOATS)
+
+
+_BYTES = ir.VectorType(ir.IntType(8), 64)
+_LOOK_UP_BYTES = "llvm.x86.avx512.vpermi2var.qi.512"
+
+
+def _float8_bytes():
+    """Low and high bytes in bfloat16 of e4m3 without a sign, by their codes: two vectors each."""
+    codes = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = codes.to(torch.bfloat16).view(torch.uint8).view(2, 64, 2)
+    return [
+        [ir.Constant(_BYTES, numbers[half, :, which].tolist()) for half in (0, 1)]
+        for which in (0, 1)
+    ]
+
+
+_FLOAT8_BYTES = _float8_bytes()
+
 _WIDEN = {
     **dict.fromkeys(("nibbles", "nibbles and zeros"), _nibble),
     **dict.fromkeys(("integers", "integers and zeros"), _integer),
     "codes": _code,
     "floats": _float8,
 }
+_WIDEN_PAIRS = {
+    **dict.fromkeys(("nibbles", "nibbles and zeros", "codes"), _codes_of_pairs),
+    "float pairs": _float_pairs,
+}
+"""Two columns at once, where the CPU multiplies pairs."""
 
 
 def _pair(builder, first, second):
@@ -294,6 +454,7 @@ class _Tile:
     def __init__(self, builder, kind, is_bfloat16, rows, panels, arguments):
         self._builder, self._kind, self._is_bfloat16 = builder, kind, is_bfloat16
         self._is_dot = is_bfloat16 and multiplies_bfloat16()
+        self._widen_pairs = _WIDEN_PAIRS.get(kind) if self._is_dot else None
         self._grid = [(row, panel) for row in range(rows) for panel in range(panels)]
         self._rows, self._panels = range(rows), range(panels)
         (
@@ -306,9 +467,11 @@ class _Tile:
     def write(self):
         """All of it."""
         builder = self._builder
-        table = None
+        table = _SIGNED_NIBBLES
         if self._kind == "codes":
             table = builder.load(pointer_to(builder, self._table, FLOATS), align=4)
+        if self._widen_pairs is not None:
+            table = _table_of_pairs(builder, table)
         biases = [bias_of(builder, self._bias, panel) for panel in self._panels]
         groups = _Loop(builder, "groups", _int(0), 1, [biases[panel] for _, panel in self._grid])
         products = self._without_zeros(groups.index, self._products(groups.index, table))
@@ -357,6 +520,8 @@ class _Tile:
     def _widened(self, word, column, count, table):
         """``count`` columns of each word: a vector each, or one of pairs."""
         builder = self._builder
+        if self._widen_pairs is not None:
+            return [self._widen_pairs(builder, word, column, table)]
         found = [_WIDEN[self._kind](builder, word, column + each, table) for each in range(count)]
         return [_pair(builder, *found)] if self._is_dot else found
 
@@ -377,7 +542,7 @@ class _Tile:
         """Scales or zeros of a panel as float32."""
         builder = self._builder
         place = self._plus(group, self._num_groups, panel)
-        if not self._is_bfloat16 or self._kind == "floats":
+        if not self._is_bfloat16 or self._kind in _HAVE_WIDE_SCALES:
             address = self._plus(address, place, WIDTH * 4)
             return builder.load(pointer_to(builder, address, FLOATS), align=4)
         address = self._plus(address, place, WIDTH * 2)
@@ -411,6 +576,47 @@ class _Tile:
             builder.store(stored, pointer_to(builder, address, kind), align=2)
 
 
+class _IntegerTile(_Tile):
+    """The same of x in 8 bits, 128 more than what they stand for, whose scales are in the place of
+    sums; zeros are what sums of products begin from."""
+
+    def write(self):
+        """All of it."""
+        builder = self._builder
+        starts = [
+            builder.bitcast(self._of_group(self._zeros, panel, _int(0)), FLOATS)
+            for panel in self._panels
+        ]
+        loop = _Loop(builder, "words", _int(0), 4, [starts[panel] for _, panel in self._grid])
+        here = self._plus(self._words, loop.index, WIDTH)
+        panel_bytes = builder.mul(self._columns, _int(WIDTH))
+        places = [self._plus(here, panel_bytes, panel) for panel in self._panels]
+        words = [builder.load(pointer_to(builder, each, INTS), align=64) for each in places]
+        prefetch(builder, places, _PREFETCH_BYTES)
+        added = dict(zip(self._grid, loop.values, strict=True))
+        for row in self._rows:
+            place = builder.add(self._plus(self._x, self._stride_x, row), loop.index)
+            x = splat(builder, builder.load(pointer_to(builder, place, F32), align=4))
+            x = builder.bitcast(x, INTS)
+            for panel in self._panels:
+                total = builder.bitcast(added[row, panel], INTS)
+                total = _call(builder, _ADD_PRODUCTS, total, x, words[panel])
+                added[row, panel] = builder.bitcast(total, FLOATS)
+        loop.close(self._columns, [added[place] for place in self._grid])
+        self._store([self._scaled(*place, added[place]) for place in self._grid])
+
+    def _scaled(self, row, panel, total):
+        builder = self._builder
+        pointer = pointer_to(builder, builder.add(self._sums, _int(4 * row)), F32)
+        scale = splat(builder, builder.load(pointer, align=4))
+        scale = builder.fmul(scale, self._of_group(self._scales, panel, _int(0)))
+        total = builder.sitofp(builder.bitcast(total, INTS), FLOATS)
+        return multiply_add(builder, total, scale, bias_of(builder, self._bias, panel))
+
+
+_ADD_PRODUCTS = "llvm.x86.avx512.vpdpbusd.512"
+
+
 def _int(number):
     return ir.Constant(I64, number)
 
@@ -426,7 +632,8 @@ def _make_tile(kind: str, num_rows: int, num_panels: int):
     ):  # fmt: skip
         def generate(context, builder, signature, arguments):
             is_bfloat16 = like == types.uint16
-            _Tile(builder, kind, is_bfloat16, num_rows, num_panels, arguments[1:]).write()
+            make = _IntegerTile if kind == "integer products" else _Tile
+            make(builder, kind, is_bfloat16, num_rows, num_panels, arguments[1:]).write()
             return context.get_dummy_value()
 
         return types.void(like, *[types.int64] * 12), generate
@@ -437,17 +644,18 @@ def _make_tile(kind: str, num_rows: int, num_panels: int):
 def _make_run(kind: str):
     tile_high, tile_low, tile_1 = (_make_tile(kind, rows, _PANELS) for rows in _ROWS)
     tile_of_one_row = _make_tile(kind, 1, _PANELS_OF_ONE_ROW)
-    in_a_word, is_float = _IN_A_WORD[kind], kind == "floats"
+    in_a_word, is_wide = _IN_A_WORD[kind], kind in _HAVE_WIDE_SCALES
+    is_of_bytes = kind == "integer products"
 
     def run(pointer, size, like):
         """``size``: bytes of a number like ``like``."""
-        numbers = carray(pointer, 14, types.int64)
+        numbers = carray(pointer, 15, types.int64)
         num_tokens, x, words, scales, zeros, sums, table, bias, out = numbers[2:11]
-        columns, group_size, num_panels = numbers[11:14]
-        stride_x, stride_out = columns * size, num_panels * WIDTH * size
+        columns, group_size, num_panels, stride_out = numbers[11:15]
+        stride_x = columns * (1 if is_of_bytes else size)
         num_groups = (columns + group_size - 1) // group_size
         of_words = columns // in_a_word * WIDTH * 4
-        of_scales = num_groups * WIDTH * (4 if is_float else size)
+        of_scales = num_groups * WIDTH * (4 if is_wide else size)
         is_one = num_tokens == 1 and num_panels >= _PANELS_OF_ONE_ROW
         at_a_time = _PANELS_OF_ONE_ROW if is_one else _PANELS
         num_parts = (num_tokens + _ROWS_AT_A_TIME - 1) // _ROWS_AT_A_TIME
@@ -504,6 +712,8 @@ _run_codes = _make_run("codes")
 _run_integers = _make_run("integers")
 _run_integers_zeros = _make_run("integers and zeros")
 _run_floats = _make_run("floats")
+_run_float_pairs = _make_run("float pairs")
+_run_integer_products = _make_run("integer products")
 
 
 # Functions of the module, each with a name of its own: by these compiled code is kept.
@@ -557,16 +767,30 @@ def _floats_bfloat16(pointer):
     return _run_floats(pointer, 2, np.uint16(0))
 
 
-_RUN = {
+def _float_pairs_bfloat16(pointer):
+    return _run_float_pairs(pointer, 2, np.uint16(0))
+
+
+def _integer_products_float32(pointer):
+    return _run_integer_products(pointer, 4, np.float32(0))
+
+
+def _integer_products_bfloat16(pointer):
+    return _run_integer_products(pointer, 2, np.uint16(0))
+
+
+_RUN: dict[str, Any] = {
     "nibbles": (_nibbles_float32, _nibbles_bfloat16),
     "nibbles and zeros": (_nibbles_zeros_float32, _nibbles_zeros_bfloat16),
     "codes": (_codes_float32, _codes_bfloat16),
     "integers": (_integers_float32, _integers_bfloat16),
     "integers and zeros": (_integers_zeros_float32, _integers_zeros_bfloat16),
     "floats": (_floats_float32, _floats_bfloat16),
+    "float pairs": {True: _float_pairs_bfloat16},
+    "integer products": (_integer_products_float32, _integer_products_bfloat16),
 }
 
 
 @cache
 def _kernel(kind: str, is_bfloat16: bool) -> Kernel:
-    return Kernel(_RUN[kind][is_bfloat16], 12)
+    return Kernel(_RUN[kind][is_bfloat16], 13)

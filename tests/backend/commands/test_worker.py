@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import typer
@@ -10,6 +11,8 @@ from support.command_runner import run
 from typer.testing import CliRunner
 
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.ranks.machines import Machines
+from inflight_server.commands import worker as worker_command
 from inflight_server.commands.serve import serve
 from inflight_server.commands.worker import WITH_UNDERSCORES, first_machine, worker
 from inflight_server.serve import launcher
@@ -34,7 +37,7 @@ SECOND = ["--nnodes", "2", "--node-rank", "1", "--tp", "2"]
          "port 29500 of localhost is torchrun's own: give another --master-port"),
         (worker, [*SECOND, "--master-addr", "h"], {"LOCAL_RANK": "1"}, "this machine has 1 ranks"),
         (serve, ["--nnodes", "2", "--tp", "2"], {}, "--master-addr is not set"),
-        (serve, ["--world-size", "4", "--tp", "2"], {}, "--world_size is 4, and --tensor-parallel"),
+        (serve, ["--world-size", "4", "--tp", "2"], {}, "--world_size is 4, and tensor_parallel"),
         (serve, ["--distributed-executor-backend", "ray"], {}, "ray needs --nnodes, from 2"),
         (serve, [], OF_TORCHRUN, "torchrun has started 2 of `inflight serve`"),
     ],
@@ -55,6 +58,52 @@ def test_mistake_is_one_line(
     assert message in line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        (["--tp", "4"], [2, 3]),
+        (["--set", "tensor_parallel_size=2", "--set", "pipeline_parallel_size=2"], [2, 3]),
+        (["--pp", "2", "--set", "tensor_parallel_size=3"], [3, 4, 5]),
+        (["--set", "gpu_device_ids=0,1"], [2, 3]),
+    ],
+)
+def test_ranks_of_another_machine(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], ranks: list[int]
+) -> None:
+    """However `serve` is told how many there are."""
+    found: list[int] = []
+
+    def run_node(_: Machines, ranks: Sequence[int], __: Path | None) -> int:
+        found.extend(ranks)
+        return 0
+
+    monkeypatch.setattr(worker_command, "run_node", run_node)
+    place = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "host"]
+    assert run(serve, *place, *arguments).exit_code == 0
+    assert found == ranks
+
+
+def test_places_in_a_leader_worker_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose variables are all that a pod is told."""
+    found: list[tuple[Machines, list[int]]] = []
+
+    def run_node(machines: Machines, ranks: Sequence[int], _: Path | None) -> int:
+        found.append((machines, list(ranks)))
+        return 0
+
+    monkeypatch.setattr(worker_command, "run_node", run_node)
+    for name, value in {"GROUP_SIZE": "3", "WORKER_INDEX": "2", "LEADER_ADDRESS": "h-0.h"}.items():
+        monkeypatch.setenv(f"LWS_{name}", value)
+    assert run(worker, "--tp", "6").exit_code == 0
+    assert found == [(Machines(3, "h-0.h", 29500), [4, 5])]
+    monkeypatch.setenv("LWS_WORKER_INDEX", "0")
+    settings: list[ServeSettings] = []
+    monkeypatch.setattr(launcher, "run", settings.append)
+    assert run(serve, "--tp", "6").exit_code == 0
+    parameters = settings[0].parameters
+    assert (parameters["num_nodes"], parameters["rank_address"]) == ("3", "h-0.h:29500")
+
+
 def test_where_the_first_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -73,6 +122,7 @@ def test_where_the_first_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--world_size", "4", "--tp", "2", "--pp", "2"],
          {"tensor_parallel_size": "2", "pipeline_parallel_size": "2"}),
         (["--world_size", "1"], {}),
+        (["--world_size", "4", "--set", "gpu_device_ids=0,1,2,3"], {"gpu_device_ids": "0,1,2,3"}),
     ],
 )  # fmt: skip
 def test_flags_of_launch_triton_server(

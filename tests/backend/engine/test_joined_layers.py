@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 import torch
 from support.checkpoints import VOCAB_SIZE
 from support.engine_driver import EngineDriver, Job
+from support.quantized import SCHEMES, W8A8, write_quantized
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.models.blocks.lora import Adapter, AdapterPart
 from inflight_backend.models.compiled.layers import JoinedLayers
+from inflight_kernels.cpu.quantized_linear import takes_integers
 
 CONFIG = EngineConfig(
     device="cpu",
@@ -63,7 +66,34 @@ def hidden_states(engine: Engine, *, is_joined: bool, adapter: int = -1) -> list
 def test_equal_those_of_the_ops(
     checkpoint: Folder, variant: str, options: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    engine = Engine.load(checkpoint(variant, **options), replace(CONFIG, **settings))
+    assert_equal_those_of_the_ops(checkpoint(variant, **options), replace(CONFIG, **settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "linears"),
+    [
+        ("ct-w4a16-asymmetric", "_proj"),  # sums of what they read
+        ("gptq-order", "_proj"),  # columns in another order
+        ("w8a8", "_proj"),  # what they read in 8 bits
+        ("gptq-order", "[^v]_proj"),  # one of three that are one is not quantised
+    ],
+)
+def test_equal_those_of_the_ops_with_quantised_weights(
+    checkpoint: Folder, tmp_path: Path, name: str, linears: str
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+    plain = checkpoint("llama-mha", attention_bias=True, **sizes)
+    pattern = re.compile(rf".*{linears}\.weight")
+    scheme = W8A8 if name == "w8a8" else SCHEMES[name]
+    if name == "w8a8" and not takes_integers(torch.zeros(32, 32).char(), torch.ones(32, 1)):
+        pytest.skip("needs a CPU that adds up four products of integers at once (VNNI)")
+    folder, _ = write_quantized(plain, tmp_path, scheme, pattern)
+    assert_equal_those_of_the_ops(folder, CONFIG)
+
+
+def assert_equal_those_of_the_ops(folder: Path, config: EngineConfig) -> None:
+    """That the layers are joined, and compute the same."""
+    engine = Engine.load(folder, config)
     assert isinstance(engine._decoder._run_joined, JoinedLayers)
     found = hidden_states(engine, is_joined=True)
     for each, expected in zip(found, hidden_states(engine, is_joined=False), strict=True):

@@ -16,6 +16,7 @@ from support.engine_driver import EngineDriver, Job
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.warmup import max_memory_batch, warm_up
+from inflight_kernels.cpu.threads import is_available
 
 KERNELS = [
     "_adjust_logits_kernel",
@@ -86,6 +87,41 @@ def test_nothing_is_left_of_them(checkpoint: Callable[..., Path], num_tokens: in
     folder = checkpoint()
     engine = Engine.load(folder, config)
     warm_up(engine, max_memory_batch(engine.config))
+    engine.prepare_thread()
     prompt = [3, 1, 4, 1, 5, 9]
     answer = EngineDriver(engine).generate([Job(prompt)], 6, chunk_size=3)
     assert answer == [oracle_tokens(folder, prompt, 6)]
+
+
+COUNT = """
+import sys
+from pathlib import Path
+import numba
+from support.engine_driver import EngineDriver, Job
+from inflight_backend.engine import Engine, EngineConfig
+made, cfunc = [], numba.cfunc
+numba.cfunc = lambda *arguments, **options: made.append(1) or cfunc(*arguments, **options)
+engine = Engine.load(Path(sys.argv[1]), EngineConfig(device="cpu", attention_backend="compiled"))
+engine.prepare_thread()
+first = len(made)
+EngineDriver(engine).generate([Job([3, 1, 4, 1, 5]), Job([9, 2, 6])], 6, chunk_size=3)
+print(first, len(made) - first)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_available(), reason="nothing can be compiled here")
+def test_requests_need_no_kernel_of_a_cpu_that_is_not_compiled_at_load(
+    checkpoint: Callable[..., Path],
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, str(checkpoint())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, later = map(int, done.stdout.split())
+    assert first > 0
+    assert later == 0

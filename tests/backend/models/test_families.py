@@ -115,7 +115,7 @@ def logits_in_parts(
             host=HostLengths(np.array([count]), np.array([end])),
         )
         step = attention.begin(inputs)
-        hidden = decoder.forward(tokens[start:end], inputs.positions, step, None)
+        hidden = decoder.receive(decoder.forward(tokens[start:end], inputs.positions, step, None))
         if ranks.place.is_first_stage:
             found.append(decoder.logits(hidden))
         start = end

@@ -14,9 +14,11 @@ import pytest
 from support.families import write_family
 from support.gguf_writer import Keep, keep_float32, write_gguf
 
+from inflight_backend.engine import Engine
 from inflight_backend.engine.memory_plan import make_plan
 from inflight_backend.errors import CheckpointError
 from inflight_backend.models.checkpoint_files import checkpoint_name
+from inflight_backend.models.compiled.layers import JoinedLayers
 
 from .test_quantization import CONFIG, difference, loaded_bytes, logits
 
@@ -150,6 +152,32 @@ def test_every_type_stands_for_its_numbers(
         assert made.file_bytes == sum(
             gguf_file.n_bytes for gguf_file in gguf.GGUFReader(path).tensors
         )
+
+
+def mixed(*, is_wide: bool) -> Keep:
+    """As files called Q4_K_M have it: more bits for the embedding, and for some layers' values and
+    last linears."""
+
+    def keep(name: str, data: Any) -> tuple[Any, gguf.GGMLQuantizationType]:
+        has_more = name.startswith(("token_embd", "blk.0.attn_v", "blk.0.ffn_down"))
+        return quantized("Q6_K" if has_more else "Q4_K", is_wide=is_wide)(name, data)
+
+    return keep
+
+
+def test_several_types_in_a_file(tmp_path: Path, wide: Path) -> None:
+    """Queries, keys and values are one product of parts; layers are joined all the same."""
+    path, expected = (
+        write_gguf(wide, tmp_path / name, "llama", mixed(is_wide=is_wide))
+        for name, is_wide in (("model.gguf", False), ("expected.gguf", True))
+    )
+    for backend in ("compiled", "torch"):
+        assert difference(path, expected, replace(CONFIG, attention_backend=backend)) < 1e-4
+    config = replace(CONFIG, attention_backend="compiled")
+    assert isinstance(Engine.load(path, config)._decoder._run_joined, JoinedLayers)
+    made = make_plan(path, CONFIG)
+    assert loaded_bytes(path, CONFIG) == made.weight_bytes
+    assert made.quantization == "gguf Q4_K"
 
 
 @pytest.mark.slow

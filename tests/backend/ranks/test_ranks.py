@@ -105,6 +105,38 @@ def test_answers_are_those_of_one_process(tmp_path: Path, tensor: int, pipeline:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_long_steps_of_a_pipeline(tmp_path: Path) -> None:
+    """They run in parts, of which both stages have one at a time: with texts that end within a
+    part or go on in the next, drafts, reuse, and others that generate meanwhile."""
+    folder = write_checkpoint(
+        tmp_path / "model", num_key_value_heads=4, max_position_embeddings=512
+    )
+    dice = random.Random(6)
+    unit = [dice.randrange(2, 97) for _ in range(75)]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"runtime_top_k": 20, "random_seed": 3},
+        {"repetition_penalty": 1.3},
+    ]
+    requests = [
+        request(
+            number + 1,
+            unit[: 5 + 6 * number] * (number % 4 + 1),
+            3 + number % 5,
+            **kinds[number % len(kinds)],
+        )
+        for number in range(12)
+    ]
+    long = replace(PARAMS, max_seq_len=512, max_num_tokens=400,
+                   kv_cache_config=KvCacheConfig(max_tokens=4096, tokens_per_block=8))  # fmt: skip
+    expected = answers(requests, folder, params=long)
+    for tensor in (1, 2):
+        params = replace(long, tensor_parallel_size=tensor, pipeline_parallel_size=2)
+        assert answers(requests, folder, params=params) == expected
+
+
+@pytest.mark.slow
 def test_beams(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", "qwen3", num_key_value_heads=2)
     requests = [

@@ -146,6 +146,40 @@ def test_what_has_piled_up_leaves_at_once_or_step_by_step(
         assert ids_of(reader.sender) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("shares_cores", [True, False])
+def test_in_a_rest_first_tokens_ends_and_answers_leave_and_other_tokens_wait(
+    make_dispatcher: Callable[..., ResponseDispatcher],
+    monkeypatch: pytest.MonkeyPatch,
+    shares_cores: bool,
+) -> None:
+    prefix = "_SHARED" if shares_cores else ""
+    longest = "_MAX_SHARED_REST_SECONDS" if shares_cores else "_MAX_REST_SECONDS"
+    for name, value in (("_FEW_REQUESTS", 0), (f"{prefix}_REST", 1e12), (longest, 1e6)):
+        monkeypatch.setattr(module, name, value)
+    dispatcher = make_dispatcher()
+    dispatcher.shares_cores = shares_cores
+    first, second, third = (Reader(dispatcher, number) for number in (1, 2, 3))
+    put(dispatcher, 1, 1)
+    wait_until(lambda: first.sizes == [1])
+    for token in (2, 3):
+        put(dispatcher, 1, token)
+    put(dispatcher, 2, 1)
+    wait_until(lambda: second.sizes == [1])
+    put(dispatcher, 2, 2)
+    is_called = threading.Event()
+    dispatcher.call_soon(is_called.set)
+    assert is_called.wait(WAIT)
+    put(dispatcher, 3, error="broken")
+    assert third.sender.is_final.wait(WAIT)
+    assert (first.sizes, second.sizes) == ([1], [1])
+    put(dispatcher, 1, 4, is_final=True)
+    assert first.sender.is_final.wait(WAIT)
+    assert first.sizes == [1, 3]
+    assert second.sizes == [1]
+    dispatcher.close()
+    assert ids_of(second.sender) == [1, 2]
+
+
 def test_a_frozen_reader_keeps_no_other_request_out(
     dispatcher: ResponseDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +280,7 @@ def test_fault_in_a_round_ends_its_requests_and_not_the_thread(
 ) -> None:
     server = make_server(CountingEngine())
     once = Once(getattr(owner, name), error)
-    monkeypatch.setattr(owner, name, lambda *arguments: once(*arguments))
+    monkeypatch.setattr(owner, name, lambda *arguments, **options: once(*arguments, **options))
     stop = Once(server.model._frontend.stop, MemoryError("in the stop"))
     monkeypatch.setattr(server.model._frontend, "stop", stop)
     once.arm()

@@ -87,6 +87,33 @@ def test_others_are_not_taken(values: torch.Tensor, size: int) -> None:
     assert not quantized_linear.takes(values, torch.float16, size, has_codebook=False)
 
 
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("shape", [(32, 16), (112, 96), (144, 72)])
+def test_integers_times_integers(
+    generator: torch.Generator, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """Sums are exact, whatever the scales; a row of zeros stays one."""
+    values = torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
+    scales = torch.rand(shape[0], 1, generator=generator) + 0.1
+    if not quantized_linear.takes_integers(values, scales):
+        pytest.skip("needs a CPU that adds up four products of integers at once (VNNI)")
+    packed = quantized_linear.pack_integers(values, scales)
+    x = torch.randn(77, shape[1], generator=generator).to(dtype)
+    x[2] = 0
+    numbers, of_x = reference.quantize_int8(x)
+    wide = numbers.double() @ values.double().t() * of_x.double() * scales.double().t()
+    bias = torch.randn(shape[0], generator=generator)
+    for given in (None, bias):
+        expected = wide if given is None else wide + given
+        for count in (0, 1, 3, 13, 77):
+            found = quantized_linear.integer_linear(x[:count], packed, given)
+            assert found.dtype == dtype
+            rounding = 2**-8 if dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(found.double(), expected[:count], rtol=rounding, atol=1e-4)
+    assert not quantized_linear.takes_integers(values[:24], scales[:24])
+    assert not quantized_linear.takes_integers(values, scales.expand(-1, 2))
+
+
 @pytest.mark.slow
 def test_what_other_processes_compiled_is_told_apart(tmp_path: Path) -> None:
     """Compiled kinds are kept, one by one; a process finds those of two others."""

@@ -53,14 +53,14 @@ def make_triton_packed_linear(
     """`linears.make_packed_linear`; ``make_fp8`` makes those of FP8 by FP8 with scales of rows."""
     if isinstance(weight, JoinedWeight):
         parts = [
-            make_plain(each, None)
-            if isinstance(each, Tensor)
+            make_plain(part, own)
+            if isinstance(part, Tensor)
             else make_triton_packed_linear(
-                each, None, make_plain, make_fp8=make_fp8, is_deterministic=is_deterministic
+                part, own, make_plain, make_fp8=make_fp8, is_deterministic=is_deterministic
             )
-            for each in weight.parts
+            for part, own in weight.with_bias(bias)
         ]
-        return JoinedLinear(parts, bias)
+        return JoinedLinear(parts)
     if _fits_library(weight):
         return make_fp8(weight, bias)
     return TritonPackedLinear(weight, bias, is_deterministic=is_deterministic)

@@ -58,7 +58,7 @@ def _can_join(layer: LayerParts) -> bool:
     if not (isinstance(attention, Attention) and isinstance(mlp, Mlp)):
         return False
     linears = map(_plain, (attention.qkv, attention.output, mlp.up, mlp.down))
-    are_staged = all(isinstance(each, StagedLinear) and each.has_stage for each in linears)
+    are_staged = all(isinstance(each, StagedLinear) for each in linears)
     return attention.is_plain and mlp.is_silu and are_staged
 
 
@@ -132,7 +132,7 @@ class _LayersProgram:
     ) -> None:
         self._backend, self._num_rows = backend, num_rows
         self._adds_lora, self._has_chunks = adds_lora, has_chunks
-        self._memory: dict[tuple[str, int], Tensor] = {}
+        self._memory: dict[tuple[str, int, torch.dtype], Tensor] = {}
         self._dtype = x.dtype
         self._num_products = 0  # of a row
         self._head_norms: list[Tensor | None] = []  # in the type that stages read
@@ -165,16 +165,17 @@ class _LayersProgram:
         self._groups = np.array([groups[each.attention.index] for each in layers])
         self._program = Program(stages)
 
-    def _make(self, name: str, size: int) -> Tensor:
-        """Memory of that name for rows of a size, the same one for all layers."""
-        found = self._memory.get((name, size))
-        if found is None:
-            found = self._memory[name, size] = torch.empty(self._num_rows, size, dtype=self._dtype)
-        return found
+    def _make(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory of that name for rows of a size, the same one for all layers; of the type of x
+        unless another is given."""
+        key = name, size, dtype or self._dtype
+        if key not in self._memory:
+            self._memory[key] = torch.empty(self._num_rows, size, dtype=key[2])
+        return self._memory[key]
 
     def _multiply(self, linear: Any, x: Tensor, out: Tensor, stages: list[Stage]) -> None:
         self._num_products += x.shape[1] * out.shape[1]
-        stages.append(_plain(linear).stage(x, out))
+        stages += _plain(linear).stages(x, out, self._make)
         if self._adds_lora and isinstance(linear, CompiledAdaptedLinear):
             self._adding.append(len(stages))
             stages.append(linear.stage(x, out))

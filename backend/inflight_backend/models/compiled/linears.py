@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from inflight_backend.models.quantization.forms import PackedWeight
 from inflight_backend.models.quantization.linears import dequantize
-from inflight_kernels.cpu import linear, quantized_linear
+from inflight_kernels.cpu import elementwise, linear, quantized_linear
 from inflight_kernels.cpu.threads import Stage
+
+Make: TypeAlias = Callable[[str, int, torch.dtype], Tensor]
+"""Memory of a name: columns and type -> [rows of the program, columns], the same one each time."""
 
 
 class StagedLinear(ABC):
-    """One that may be a stage of a program."""
+    """One that may be stages of a program."""
 
     __slots__ = ()
 
@@ -28,14 +33,14 @@ class StagedLinear(ABC):
     def dtype(self) -> torch.dtype:
         """Of what it reads and gives."""
 
-    @property
-    def has_stage(self) -> bool:
-        """False if its kernel reads what another op has to make of x."""
-        return True
+    @abstractmethod
+    def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
+        """The product of x [T, columns] into ``out`` [T, num_rows], a row of which is contiguous.
+        ``make``: for what is between the stages."""
 
     @abstractmethod
-    def stage(self, x: Tensor, out: Tensor) -> Stage:
-        """The product of x [T, columns] into ``out`` [T, num_rows]."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """The same by itself: x [T, columns] -> [T, num_rows]."""
 
 
 class CompiledLinear(StagedLinear):
@@ -65,9 +70,9 @@ class CompiledLinear(StagedLinear):
         """See `StagedLinear`."""
         return self._packed.dtype
 
-    def stage(self, x: Tensor, out: Tensor) -> Stage:
+    def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
         """See `StagedLinear`."""
-        return linear.linear_stage(x, self._packed, self._bias, out)
+        return [linear.linear_stage(x, self._packed, self._bias, out)]
 
 
 class CompiledHead(CompiledLinear):
@@ -94,7 +99,8 @@ class CompiledPackedLinear(StagedLinear):
             weight.values, weight.scales, weight.zeros, weight.group_size, weight.dtype,
             weight.codebook,
         )  # fmt: skip
-        self._order, self._dtype = weight.order, weight.dtype
+        self._order = None if weight.order is None else weight.order.int()
+        self._dtype = weight.dtype
         self._bias = None if bias is None else bias.float()
 
     @staticmethod
@@ -133,11 +139,85 @@ class CompiledPackedLinear(StagedLinear):
         """See `StagedLinear`."""
         return self._dtype
 
-    @property
-    def has_stage(self) -> bool:
+    def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
         """See `StagedLinear`."""
-        return self._order is None and self._packed.zeros is None
+        packed, found, sums = self._packed, list[Stage](), None
+        if self._order is not None:
+            ordered = make("ordered", x.shape[1], x.dtype)
+            found.append(elementwise.select_columns_stage(x, self._order, ordered))
+            x = ordered
+        if packed.zeros is not None:
+            sums = make("sums", packed.num_groups, torch.float32)
+            found.append(elementwise.group_sums_stage(x, packed.group_size, sums))
+        found.append(quantized_linear.quantized_linear_stage(x, packed, self._bias, out, sums))
+        return found
 
-    def stage(self, x: Tensor, out: Tensor) -> Stage:
+
+class CompiledIntegerLinear(StagedLinear):
+    """`IntegerLinear`, whose numbers it has."""
+
+    __slots__ = ("_bias", "_dtype", "_packed")
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        self._packed = quantized_linear.pack_integers(weight.values, weight.scales)
+        self._dtype = weight.dtype
+        self._bias = None if bias is None else bias.float()
+
+    @staticmethod
+    def takes(weight: PackedWeight) -> bool:
+        """Whether the scheme asks for it, and there is such a product here."""
+        is_plain = weight.zeros is None and weight.order is None
+        takes = quantized_linear.takes_integers
+        return weight.quantizes_input and is_plain and takes(weight.values, weight.scales)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, columns] -> [num_tokens, rows]."""
+        return quantized_linear.integer_linear(x, self._packed, self._bias)
+
+    @property
+    def num_rows(self) -> int:
         """See `StagedLinear`."""
-        return quantized_linear.quantized_linear_stage(x, self._packed, self._bias, out)
+        return self._packed.rows
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `StagedLinear`."""
+        return self._dtype
+
+    def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
+        """See `StagedLinear`."""
+        numbers = make("numbers", x.shape[1], torch.uint8)
+        scales = make("scales", 1, torch.float32)
+        return [
+            elementwise.quantize_stage(x, numbers, scales),
+            quantized_linear.quantized_linear_stage(numbers, self._packed, self._bias, out, scales),
+        ]
+
+
+class CompiledJoinedLinear(StagedLinear):
+    """Linears of one input, their answers side by side."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[StagedLinear]) -> None:
+        self._parts = parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, columns] -> [num_tokens, rows of all]."""
+        return torch.cat([each(x) for each in self._parts], dim=-1)
+
+    @property
+    def num_rows(self) -> int:
+        """See `StagedLinear`."""
+        return sum(each.num_rows for each in self._parts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `StagedLinear`."""
+        return self._parts[0].dtype
+
+    def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
+        """See `StagedLinear`."""
+        shares = out.split_with_sizes([each.num_rows for each in self._parts], dim=-1)
+        pairs = zip(self._parts, shares, strict=True)
+        return [stage for part, share in pairs for stage in part.stages(x, share, make)]

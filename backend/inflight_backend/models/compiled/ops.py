@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,11 @@ from torch import Tensor
 from inflight_backend.models.compiled.layers import join_layers
 from inflight_backend.models.compiled.linears import (
     CompiledHead,
+    CompiledIntegerLinear,
+    CompiledJoinedLinear,
     CompiledLinear,
     CompiledPackedLinear,
+    StagedLinear,
 )
 from inflight_backend.models.layers import Linear, Parameter
 from inflight_backend.models.ops import TORCH_OPS
@@ -25,6 +29,7 @@ from inflight_backend.models.quantization.cpu_products import (
 )
 from inflight_backend.models.quantization.forms import PackedWeight
 from inflight_backend.models.quantization.linears import (
+    JoinedLinear,
     dequantize,
     make_packed_experts,
     make_packed_linear,
@@ -44,6 +49,11 @@ def _make_linear(weight: Parameter, bias: Tensor | None = None) -> Callable[[Ten
     return CompiledLinear(weight, bias) if linear.takes(weight) else Linear(weight, bias)
 
 
+def _join(parts: list[Any]) -> Callable[[Tensor], Tensor]:
+    are_staged = all(isinstance(each, StagedLinear) for each in parts)
+    return CompiledJoinedLinear(parts) if are_staged else JoinedLinear(parts)
+
+
 class _WidenedLinear(Linear):
     """FP8 of odd sizes, widened once: nothing here multiplies by it as it is."""
 
@@ -59,6 +69,7 @@ class _WidenedLinear(Linear):
 
 
 _PRODUCTS: tuple[type[CpuProduct], ...] = (
+    CompiledIntegerLinear,
     IntegerLinear,
     CompiledPackedLinear,
     _WidenedLinear,
@@ -73,7 +84,7 @@ COMPILED_OPS = replace(
     silu_mul=silu_mul,
     plain_silu_mul=silu_mul,
     make_linear=_make_linear,
-    make_packed_linear=partial(make_packed_linear, products=_PRODUCTS),
+    make_packed_linear=partial(make_packed_linear, products=_PRODUCTS, join=_join),
     make_packed_experts=partial(make_packed_experts, products=_PRODUCTS),
     make_head=_make_head,
     join_layers=join_layers,

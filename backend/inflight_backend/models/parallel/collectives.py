@@ -6,6 +6,7 @@ they are recorded with the steps; on CPUs gloo does.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +50,15 @@ class Collectives:
 
 NO_COLLECTIVES = Collectives()
 
+MAX_UNDER_WAY = 8
+"""Hidden states that a stage may have sent and the next one not received."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
     stage: Any
     everybody: Any
+    back: Any
 
 
 class GroupCollectives(Collectives):
@@ -66,7 +71,11 @@ class GroupCollectives(Collectives):
             dist.new_group(list(range(stage * place.tensor_size, (stage + 1) * place.tensor_size)))
             for stage in range(place.pipeline_size)
         ]
-        self._groups = _Groups(stages[place.stage], dist.group.WORLD)
+        # What the last stage sends to the first has a way of its own: NCCL keeps the order of what
+        # two ranks send and receive in a group, and both may send first.
+        back = dist.new_group() if place.pipeline_size > 1 else None
+        self._groups = _Groups(stages[place.stage], dist.group.WORLD, back)
+        self._under_way: deque[tuple[Any, Tensor]] = deque()
         self._first_of_stage = place.stage * place.tensor_size
         self._next = (place.rank + place.tensor_size) % place.size
         self._previous = (place.rank - place.tensor_size) % place.size
@@ -103,10 +112,17 @@ class GroupCollectives(Collectives):
         return int(found)
 
     def to_next_stage(self, x: Tensor) -> None:
-        """See `Collectives`."""
-        dist.send(x.contiguous(), self._next)
+        """See `Collectives`. It does not wait for the next stage, which may be about to send."""
+        if len(self._under_way) == MAX_UNDER_WAY:
+            self._under_way.popleft()[0].wait()
+        x, group = x.contiguous(), self._groups.everybody
+        if self.place.is_last_stage:
+            group = self._groups.back
+        self._under_way.append((dist.isend(x, self._next, group=group), x))
 
     def from_previous_stage(self, x: Tensor) -> Tensor:
         """See `Collectives`."""
-        dist.recv(x, self._previous)
+        is_first = self.place.is_first_stage
+        group = self._groups.back if is_first else self._groups.everybody
+        dist.recv(x, self._previous, group=group)
         return x

@@ -125,6 +125,12 @@ class JoinedWeight:
 
     parts: tuple[Part, ...]
 
+    def with_bias(self, bias: Tensor | None) -> list[tuple[Part, Tensor | None]]:
+        """Each part with its share of a bias [rows of all]."""
+        lengths = [len(part) if isinstance(part, Tensor) else part.rows for part in self.parts]
+        shares = [None] * len(lengths) if bias is None else bias.split_with_sizes(lengths)
+        return list(zip(self.parts, shares, strict=True))
+
     @property
     def tensors(self) -> list[Tensor]:
         """What takes memory."""

@@ -41,16 +41,18 @@ def make_packed_linear(
     bias: Tensor | None,
     make_plain: MakeLinear,
     products: Sequence[type[CpuProduct]] = CPU_PRODUCTS,
+    join: Callable[[list[Any]], Multiply] | None = None,
 ) -> Multiply:
     """A linear of plain numbers x [T, columns] -> [T, rows]; ``make_plain`` makes those of parts
-    that are not quantised. On a CPU the first of ``products`` that takes a weight multiplies."""
+    that are not quantised. On a CPU the first of ``products`` that takes a weight multiplies.
+    ``join`` (`JoinedLinear`): what linears of parts become."""
     if isinstance(weight, PackedWeight):
         return _make_linear(weight, bias, products)
     parts = [
-        make_plain(each, None) if isinstance(each, Tensor) else _make_linear(each, None, products)
-        for each in weight.parts
+        make_plain(part, own) if isinstance(part, Tensor) else _make_linear(part, own, products)
+        for part, own in weight.with_bias(bias)
     ]
-    return JoinedLinear(parts, bias)
+    return (join or JoinedLinear)(parts)
 
 
 def make_packed_experts(
@@ -130,12 +132,11 @@ class DequantizedLinear:
 class JoinedLinear:
     """Linears of one input, their answers side by side."""
 
-    __slots__ = ("_bias", "_parts")
+    __slots__ = ("_parts",)
 
-    def __init__(self, parts: list[Multiply], bias: Tensor | None) -> None:
-        self._parts, self._bias = parts, bias
+    def __init__(self, parts: list[Multiply]) -> None:
+        self._parts = parts
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, columns] -> [T, rows of all]."""
-        answer = torch.cat([each(x) for each in self._parts], dim=-1)
-        return answer if self._bias is None else answer + self._bias
+        return torch.cat([each(x) for each in self._parts], dim=-1)
