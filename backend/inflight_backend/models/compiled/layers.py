@@ -30,11 +30,16 @@ from inflight_backend.models.ops import LayerParts
 from inflight_kernels.cpu import paged_attention_context as context
 from inflight_kernels.cpu import rope_write_kv as rope
 from inflight_kernels.cpu.attention import STEP_COLUMNS, StepNumbers, attention_stage
-from inflight_kernels.cpu.elementwise import add_rms_norm_stage, rms_norm_stage, silu_mul_stage
+from inflight_kernels.cpu.elementwise import (
+    ROWS_COLUMN,
+    add_rms_norm_stage,
+    rms_norm_stage,
+    silu_mul_stage,
+    take_rows_stage,
+)
 from inflight_kernels.cpu.heads import LayerAttention
 from inflight_kernels.cpu.lora import STEP_COLUMN, StepRows
 from inflight_kernels.cpu.program import Program
-from inflight_kernels.cpu.take_rows import ROWS_COLUMN, take_rows_stage
 from inflight_kernels.cpu.threads import Stage
 
 _LEAST_ROWS = 8
