@@ -10,7 +10,6 @@ over the blocks of the sequence, a softmax that is corrected with each block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -19,38 +18,16 @@ import torch
 from numba import carray, njit, types
 from torch import Tensor
 
+from inflight_kernels.cpu.heads import LayerAttention, first_seen, prepare, write
 from inflight_kernels.cpu.intrinsics import (
     FAST,
     array_at,
     exp,
     finish_piece,
     get,
-    put,
-    rounded,
     take_next,
 )
 from inflight_kernels.cpu.threads import Kernel, Stage
-
-
-@dataclass(frozen=True, slots=True)
-class LayerAttention:
-    """What stays the same of a layer. ``cos_sin`` [positions, D] float32, None: heads do not turn.
-    ``query_norm`` and ``key_norm`` [D]: RMS norms of heads, before they turn or after it.
-    ``has_values``: without, keys are the values; ``has_own``: without, nothing is written."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    chunk: int | None = None
-    softcap: float | None = None
-    cos_sin: Tensor | None = None
-    slopes: Tensor | None = None
-    norm_eps: float = 0.0
-    is_norm_after_rope: bool = False
-    has_values: bool = True
-    has_own: bool = True
 
 
 def attend_generations(
@@ -143,44 +120,6 @@ def attention_stage(
 
 
 @njit(**FAST)
-def _norm(head, weight, eps, like):
-    """A head [D] normed over itself, rounded as in memory."""
-    squares = np.float32(0.0)
-    for i in range(len(head)):
-        squares += head[i] * head[i]
-    scale = np.float32(1.0) / np.sqrt(squares / np.float32(len(head)) + np.float32(eps))
-    for i in range(len(head)):
-        head[i] = rounded(rounded(head[i] * scale, like) * get(weight, i), like)
-
-
-@njit(**FAST)
-def _turn(head, cos_sin):
-    half = len(head) // 2
-    for i in range(half):
-        low, high = head[i], head[half + i]
-        cos, sin = cos_sin[i], cos_sin[half + i]
-        head[i] = low * cos - high * sin
-        head[half + i] = high * cos + low * sin
-
-
-@njit(**FAST)
-def _prepare(address, norm_weight, table, position, eps, is_norm_last, head, like):
-    """The head at ``address`` widened, normed and turned, into ``head``."""
-    size = len(head)
-    stored = array_at(address, size, like)
-    for i in range(size):
-        head[i] = get(stored, i)
-    if norm_weight != 0 and not is_norm_last:
-        _norm(head, array_at(norm_weight, size, np.float32(0)), eps, like)
-    if table != 0:
-        _turn(head, array_at(table + position * size * 4, size, np.float32(0)))
-    if norm_weight != 0 and is_norm_last:
-        _norm(head, array_at(norm_weight, size, np.float32(0)), eps, like)
-    for i in range(size):
-        head[i] = rounded(head[i], like)
-
-
-@njit(**FAST)
 def _score(address, stride, count, query, row, scores, like):
     """Products of every query head with ``count`` keys."""
     group, size = query.shape
@@ -230,13 +169,6 @@ def _add_values(address, stride, count, scores, row, sums, like):
                 sums[head, i] += weight * row[i]
 
 
-@njit(**FAST)
-def _write(head, address, like):
-    stored = array_at(address, len(head), like)
-    for i in range(len(head)):
-        put(stored, i, head[i])
-
-
 class _Call(NamedTuple):
     """What the kernel was called with, in the order of `attention_stage`: addresses, strides in
     bytes (of tables in entries), sizes, options."""
@@ -278,11 +210,11 @@ def _keep_own(call, sequence, kv_head, position, eps, row, width, like):
     at += slot % call.tokens_per_block * call.token_stride + kv_head * call.size * width
     number = sequence * call.num_given + call.num_heads + kv_head
     key = call.heads + number * call.size * width
-    _prepare(key, call.key_norm, call.cos_sin, position, eps, call.is_norm_last, row, like)
-    _write(row, call.keys + at, like)
+    prepare(key, call.key_norm, call.cos_sin, position, eps, call.is_norm_last, row, like)
+    write(row, call.keys + at, like)
     if call.values != 0:
-        _prepare(key + call.num_kv_heads * call.size * width, 0, 0, 0, eps, 0, row, like)
-        _write(row, call.values + at, like)
+        prepare(key + call.num_kv_heads * call.size * width, 0, 0, 0, eps, 0, row, like)
+        write(row, call.values + at, like)
 
 
 @njit(**FAST)
@@ -294,7 +226,7 @@ def _begin(call, sequence, kv_head, position, eps, query, softmax, width, like):
     for head in range(group):
         number = kv_head * group + head
         given = call.heads + (sequence * call.num_given + number) * call.size * width
-        _prepare(
+        prepare(
             given, call.query_norm, call.cos_sin, position, eps, call.is_norm_last, query[head],
             like,
         )  # fmt: skip
@@ -327,16 +259,6 @@ def _add_block(call, kv_head, distance, num_tokens, scores, softmax, scale, soft
 
 
 @njit(**FAST)
-def _first_seen(call, position):
-    first = 0
-    if call.window > 0:
-        first = max(position - call.window + 1, first)
-    if call.chunk > 0:
-        first = max(position // call.chunk * call.chunk, first)
-    return first
-
-
-@njit(**FAST)
 def _attend(call, sequence, kv_head, position, query, scores, row, softmax, options, width, like):
     """Go over the blocks of the sequence."""
     scale, softcap = options
@@ -345,7 +267,7 @@ def _attend(call, sequence, kv_head, position, query, scores, row, softmax, opti
     table = array_at(
         call.tables + sequence * call.table_stride * 4, position // per_block + 1, np.int32(0)
     )
-    first = _first_seen(call, position)
+    first = first_seen(call.window, call.chunk, position)
     while first <= position:
         offset = first % per_block
         num_tokens = min(per_block - offset, position + 1 - first)
@@ -389,7 +311,7 @@ def _run(pointer, width, like):
             for i in range(size):
                 sums[head, i] /= max(softmax[2][head], np.float32(1e-30))
             number = sequence * call.num_heads + kv_head * group + head
-            _write(sums[head], call.out + number * size * width, like)
+            write(sums[head], call.out + number * size * width, like)
         finish_piece(n.ctypes.data)
     return call.num_sequences * call.num_kv_heads
 

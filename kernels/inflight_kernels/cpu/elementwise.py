@@ -311,3 +311,42 @@ def _select_columns_bfloat16(pointer):
 @cache
 def _columns_kernel(is_bfloat16: bool) -> Kernel:
     return Kernel(_select_columns_bfloat16 if is_bfloat16 else _select_columns_float32, 6)
+
+
+ROWS_COLUMN = 3
+"""Where a `Program` has the address of the numbers of rows, int64."""
+
+
+def take_rows_stage(x: Tensor, rows: Tensor, out: Tensor) -> Stage:
+    """``x[rows]`` of x [T, size] and rows [N] int64 into ``out`` [N, size]; all are contiguous."""
+    numbers = (len(rows), rows.data_ptr(), x.data_ptr(), out.data_ptr(), x.shape[1])
+    return Stage(_take_kernel(x.dtype == torch.bfloat16), numbers)
+
+
+@njit(**FAST)
+def _take_rows(pointer, width, like):
+    """``width``: bytes of a number like ``like``."""
+    numbers = carray(pointer, 7, types.int64)
+    num_rows, size = numbers[2], numbers[6]
+    rows = array_at(numbers[3], num_rows, np.int64(0))
+    while True:
+        row = take_next(numbers.ctypes.data)
+        if row >= num_rows:
+            break
+        x = array_at(numbers[4] + rows[row] * size * width, size, like)
+        array_at(numbers[5] + row * size * width, size, like)[:] = x
+        finish_piece(numbers.ctypes.data)
+    return num_rows
+
+
+def _take_float32(pointer):
+    return _take_rows(pointer, 4, np.float32(0))
+
+
+def _take_bfloat16(pointer):
+    return _take_rows(pointer, 2, np.uint16(0))
+
+
+@cache
+def _take_kernel(is_bfloat16: bool) -> Kernel:
+    return Kernel(_take_bfloat16 if is_bfloat16 else _take_float32, 5)

@@ -55,8 +55,9 @@ class Program:
             np.int64,
         )
 
-    def run(self, num_rows: int, *, is_small: bool = False) -> None:
-        """Every stage, of so many rows, on all threads or on this one alone."""
+    def run(self, num_rows: int | npt.NDArray[np.int64], *, is_small: bool = False) -> None:
+        """Every stage, of so many rows (or each of its own), on all threads or on this one
+        alone."""
         self.numbers[:, :_ROWS] = 0
         self.numbers[:, _ROWS] = num_rows
         header = self._header.ctypes.data

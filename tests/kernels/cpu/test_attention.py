@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from inflight_kernels import reference
-from inflight_kernels.cpu.attention import LayerAttention, attend_generations
+from inflight_kernels.cpu.attention import attend_generations
+from inflight_kernels.cpu.heads import LayerAttention
 
 pytestmark = pytest.mark.fast(3)
 BLOCK = 16

@@ -1,4 +1,4 @@
-"""Attention on a CPU: steps of generations are compiled, all others are torch's."""
+"""Attention on a CPU, compiled: steps of generations only by one kernel, others by two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from inflight_backend.models.attention import (
 )
 from inflight_backend.models.config import AttentionConfig, ModelConfig
 from inflight_backend.models.kv_cache import KvPool, RecurrentStates
-from inflight_kernels.cpu.attention import LayerAttention, attend_generations
+from inflight_kernels.cpu.attention import attend_generations
+from inflight_kernels.cpu.heads import LayerAttention
+from inflight_kernels.cpu.paged_attention_context import paged_attention_context, takes
+from inflight_kernels.cpu.rope_write_kv import rope_write_kv
 
 
 class CompiledAttention(TorchAttention):
@@ -40,12 +43,18 @@ class CompiledAttention(TorchAttention):
             for layer in model.layers
         ]
         self.pool, self.states = pool, states
+        self._takes_chunks = all(each is None or takes(each, dtype) for each in self.layers)
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
-        """Plan, unless the step has generations only."""
-        if inputs.num_generations < len(inputs.context_lengths):
+        """There is nothing to plan, unless torch has to do it."""
+        num_generations = inputs.num_generations
+        if num_generations == len(inputs.context_lengths):
+            return GenerationStep(inputs, self.states, self)
+        if not self._takes_chunks:
             return super().begin(inputs)
-        return GenerationStep(inputs, self.states, self)
+        ones = torch.arange(num_generations, dtype=torch.int32)
+        starts = torch.cat((ones, inputs.query_starts.int()))
+        return ContextStep(inputs, self.states, self, starts)
 
 
 def _layer(config: AttentionConfig, tables: RopeTables, pool: KvPool) -> LayerAttention:
@@ -88,5 +97,40 @@ class GenerationStep:
             inputs.slot_mapping[group],
             parameters.query_norm,
             parameters.key_norm,
+            parameters.sinks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ContextStep:
+    """A step with chunks; ``starts`` [num_sequences + 1] int32: where the tokens of each begin."""
+
+    inputs: AttentionInputs
+    states: RecurrentStates | None
+    backend: CompiledAttention
+    starts: Tensor
+    cross: AttentionStep | None = None
+
+    def attend(self, layer: int, heads: Tensor, parameters: HeadParameters) -> Tensor:
+        backend, inputs = self.backend, self.inputs
+        config, group = backend.layers[layer], backend.pool.layout.groups[layer]
+        assert config is not None, "a recurrence does not attend"
+        caches = backend.pool.layer(layer)
+        query = rope_write_kv(
+            config,
+            heads,
+            *caches,
+            inputs.positions,
+            inputs.slot_mapping[group],
+            parameters.query_norm,
+            parameters.key_norm,
+        )
+        return paged_attention_context(
+            config,
+            query,
+            *caches,
+            inputs.block_tables[group],
+            self.starts,
+            inputs.context_lengths,
             parameters.sinks,
         )
