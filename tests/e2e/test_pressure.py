@@ -80,7 +80,7 @@ def test_closed_connection_ends_its_stream(
 @pytest.mark.case(70)
 def test_answer_without_streaming_runs_to_its_end_without_its_client(server: ServeProcess) -> None:
     """Triton does not tell the model; only the limits of the request end it."""
-    connection = http_request(server, "generate", 100)
+    connection = http_request(server, "generate", 1000)
     wait_for_active(server, 1)
     reset(connection)
     wait_for_active(server, 0)
