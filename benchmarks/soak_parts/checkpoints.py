@@ -1,4 +1,4 @@
-"""The demo model as models of other kinds, which answer as it does; one of them is quantised."""
+"""The demo model as models of other kinds, which answer as it does."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Kind:
 
 KINDS = {
     "plain": Kind(lambda config, weights: None),
-    "windows": Kind(_with_windows, {"max_beam_width": 1, "quantization": "int8"}, has_beams=False),
+    "windows": Kind(_with_windows, {"max_beam_width": 1}, has_beams=False),
     "experts": Kind(_with_experts),
 }
 

@@ -167,7 +167,8 @@ def _from_model(error: ServerError, tensor_to_field: Mapping[str, str]) -> ApiEr
     status = _STATUS_TO_HTTP.get(error.status or "", 503)
     message = str(error)
     if status >= 500:
-        _logger.warning("the server failed a request: %s", message)
+        verb = "refused" if error.status == "UNAVAILABLE" else "failed"
+        _logger.warning("the server %s a request: %s", verb, message)
     if error.status is None:
         unknown = _UNKNOWN_INPUT.search(message)
         if unknown and unknown[1] in tensor_to_field:

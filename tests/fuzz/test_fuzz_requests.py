@@ -112,7 +112,7 @@ class Panic(BaseException):
     "place",
     [
         "inflight_backend.text.tokenizer.TextCodec.encode",
-        "inflight_backend.text.tokenizer.TextCodec.decode",
+        "inflight_backend.text.tokenizer.TextCodec.decoder",
         "inflight_backend.manager.intake.validate",
         "inflight_backend.manager.gpt_manager.make_tensors",
         "support.triton_stub.CountingEngine.execute",

@@ -110,7 +110,7 @@ def stepped_demo() -> tuple[Any, Steps]:
         step = real(batch)
         return CountedStep(steps.take(lambda _: list(step.read()), batch), step.read_outputs())
 
-    engine.submit = submit
+    engine.submit, engine.prepare_thread = submit, lambda: None  # which has steps of its own
     return engine, steps
 
 

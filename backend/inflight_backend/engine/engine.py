@@ -447,7 +447,7 @@ class Engine:
         if config.attention_backend == "triton":
             return DeviceSlotAdapters(config, model, pages)
         table = TorchAdapters(config.device)
-        if config.attention_backend == "compiled":
+        if config.attention_backend == COMPILED:
             from inflight_backend.models.compiled.lora import CompiledAdapters  # needs numba
 
             table = CompiledAdapters(config.torch_dtype)

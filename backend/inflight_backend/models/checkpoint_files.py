@@ -375,7 +375,8 @@ def _what_else(folder: Path) -> str:
     if _names(folder, f"{_UNFINISHED}/*.incomplete"):
         return f"{folder}: its download was not finished; the same again continues ({_DOWNLOAD})"
     found = ", ".join(_names(folder, "*.safetensors")[:2])
-    return f"{folder}: no {SINGLE} and no {INDEX}" + (f", only {found}" if found else "")
+    rest = f", only {found}" if found else "; was it downloaded as a whole?"
+    return f"{folder}: no {SINGLE} and no {INDEX}{rest}"
 
 
 def _names(folder: Path, *patterns: str) -> list[str]:

@@ -146,7 +146,7 @@ def add_lora_stage(
         number,
         step,
     )
-    return Stage(_kernel(x.dtype == torch.bfloat16), numbers)
+    return Stage(kernel(x.dtype), numbers)
 
 
 @njit(**FAST)
@@ -211,5 +211,6 @@ def _run_bfloat16(pointer):
 
 
 @cache
-def _kernel(is_bfloat16: bool) -> Kernel:
-    return Kernel(_run_bfloat16 if is_bfloat16 else _run_float32, 8)
+def kernel(dtype: torch.dtype) -> Kernel:
+    """Compiled, for x of that type."""
+    return Kernel(_run_bfloat16 if dtype == torch.bfloat16 else _run_float32, 8)

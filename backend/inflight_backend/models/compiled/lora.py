@@ -24,6 +24,7 @@ from inflight_kernels.cpu.lora import (
     PackedPart,
     StepRows,
     add_lora_stage,
+    kernel,
     pack_part,
     takes,
 )
@@ -54,6 +55,7 @@ class CompiledAdapters(TorchAdapters):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
+        kernel(dtype)  # no request is to wait for the compiler
         self._dtype = dtype
         self._numbers: dict[str, int] = {}  # of linears in the table
         self._table = np.zeros((0, 0, 0, NUMBERS_OF_PART), np.int64)
