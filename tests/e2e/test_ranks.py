@@ -179,12 +179,22 @@ def test_torchrun_starts_the_ranks_of_a_machine_again(serve: ServeFactory) -> No
         agent.wait()
 
 
+_TWO_NODES = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+cluster.add_node(num_cpus=1)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
 def test_ray_starts_the_ranks_of_another_node(
     serve: ServeFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And starts them again."""
-    from ray.cluster_utils import Cluster
-
+    """And starts them again. The cluster has a process of its own: Ray forks, which gRPC's threads
+    in this one do not survive for certain."""
     (port,) = free_ports(1)
 
     def workers() -> list[psutil.Process]:
@@ -196,13 +206,17 @@ def test_ray_starts_the_ranks_of_another_node(
 
     folder = temporary_folder("ray")
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", _TWO_NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert cluster.stdin is not None
+    assert cluster.stdout is not None
     try:
-        cluster.add_node(num_cpus=1)
+        address = cluster.stdout.readline().strip()
         running = serve(
             options=["--tp=2", "--nnodes=2", "--distributed-executor-backend=ray",
                      f"--master-addr={HOST}", f"--master-port={port}"],
-            environment={"RAY_ADDRESS": cluster.address},
+            environment={"RAY_ADDRESS": address},
         )  # fmt: skip
         (worker,) = workers()
         assert_survives(running, worker)
@@ -211,5 +225,6 @@ def test_ray_starts_the_ranks_of_another_node(
         psutil.wait_procs(workers(), timeout=NOTICE_SECONDS)
         assert workers() == []
     finally:
-        cluster.shutdown()
+        cluster.stdin.close()
+        cluster.wait(60)
         shutil.rmtree(folder)
