@@ -76,6 +76,8 @@ def main() -> None:
                     found[path][name].append(number)
     rows = []
     for path, both in found.items():
+        if len(both) < len(checkouts):
+            continue  # one of them does not measure it
         before, now = (statistics.median(both[name]) for name in checkouts)
         row: dict[str, Any] = {"figure": path, "before": before, "now": now}
         row["ratio"] = round(now / before, 3)
