@@ -89,12 +89,13 @@ class Load:
 
 
 @pytest.mark.timeout(240 + 60 * NUM_LOSSES)
-def test_ranks_that_are_lost_at_random_moments(serve: ServeFactory) -> None:
+@pytest.mark.parametrize("part", ["tensor", "pipeline"])
+def test_ranks_that_are_lost_at_random_moments(serve: ServeFactory, part: str) -> None:
     """In some step of streams of different ages; ``RANK_LOSSES=20``: as often as that."""
     dice = random.Random(27)
     running = serve(
         settings={"stall_seconds": STALL_SECONDS},
-        options=["--tensor-parallel-size", "2", "--verbose"],
+        options=[f"--{part}-parallel-size", "2", "--verbose"],
     )
     try:
         lose_ranks(running, dice)
