@@ -180,6 +180,9 @@ def _run_loop(
         if running:
             await asyncio.wait(running)
         await client.close()
+        # Tasks of grpc.aio's own end a moment after their calls.
+        if left := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(left, timeout=_CLOSE_SECONDS / 2)
 
     loop.run_until_complete(serve())
     loop.close()
