@@ -128,6 +128,23 @@ def test_contexts_of_a_step_keep_their_snapshots() -> None:
         assert found_of(world, [2] * 6) + found_of(world, [3] * 6) >= 4
 
 
+def test_a_block_that_goes_while_its_state_is_planned() -> None:
+    """A prompt parts from a cached block, whose state it will keep; a later one of the same step
+    takes that block, and a request that generates keeps its state, too, in another snapshot."""
+    world = make_world(6, num_blocks=8)
+    serve(world, request_of(1, [*PREFIX, 1]))
+    world.arrive(request_of(2, [30] * 7, max_new=4))
+    for _ in range(2):
+        world.step()
+    world.arrive(request_of(3, [*PREFIX[:4], 30, 30]))
+    world.arrive(request_of(4, [31] * 11))
+    batch = world.step()
+    assert len(batch.context_chunks) == 2
+    assert [each.slot for each in batch.saved] == list(batch.generation_slots)
+    assert found_of(world, [*PREFIX, 1]) == 4
+    world.drain()
+
+
 def test_layers_with_a_window_have_none() -> None:
     with pytest.raises(ValueError, match="num_snapshots"):
         BlockManager(8, 4, enable_reuse=True, windows=(8,), num_snapshots=2)

@@ -96,6 +96,26 @@ def test_what_a_group_holds() -> None:
     world.drain()
 
 
+def test_looking_two_steps_ahead_counts_what_is_given_back_between_them() -> None:
+    """A request alone in a pool that it can ever fit goes on, however many drafts it has."""
+    need = make_request(1, 8, 16)
+    for num_drafts in range(5):
+        sizes = BlockManager(99, 2, windows=(None, 10), max_drafts=4)
+        manager = BlockManager(
+            sizes.get_blocks_at_completion(need), 2, windows=(None, 10), max_drafts=4
+        )
+        policy = CapacitySchedulerPolicy.MAX_UTILIZATION
+        scheduler = make_scheduler(policy, manager, max_batch_size=2, two_step_lookahead=True)
+        world = World(scheduler, manager, 2, max_drafts=4)
+        world.arrive(make_request(1, 8, 16))
+        while world.active:
+            (request,) = world.active
+            if request.is_generation_in_progress_state:
+                request.set_draft_tokens([0] * num_drafts)
+            world.step()
+            assert world.num_running == 1, "it was paused"
+
+
 def test_a_prefix_is_found_where_the_next_token_sees_it() -> None:
     manager = BlockManager(60, 4, windows=(None, 7), max_chunk_tokens=8, enable_reuse=True)
     world = make_world(manager)

@@ -188,11 +188,7 @@ class World:
         self.num_pauses += len(paused)
         limit = self.scheduler.micro_batch_scheduler.max_num_tokens
         assert limit is None or batch.num_tokens <= limit
-        # Contexts of the same text may share one.
-        written = {each for chunk in batch.context_chunks for _, each in chunk.snapshots}
-        for each in batch.saved:
-            assert each.snapshot not in written, "two states are written to one snapshot"
-            written.add(each.snapshot)
+        self._check_snapshots(batch, context)
         return batch
 
     def step(self, decision: Decision | None = None) -> ScheduledBatch:
@@ -305,6 +301,18 @@ class World:
             else:
                 free.append(resource.num_total)
         return free
+
+    def _check_snapshots(self, batch: ScheduledBatch, context: Sequence[LlmRequest]) -> None:
+        """Each gets one state; contexts of the same text may share one."""
+        texts: dict[int, tuple[bytes, int | None, list[int]]] = {}
+        for request, chunk in zip(context, batch.context_chunks, strict=True):
+            for end, snapshot in chunk.snapshots:
+                text = request.cache_salt, request.lora_task_id, request.tokens[:end]
+                assert texts.setdefault(snapshot, text) == text, "two texts in one snapshot"
+        written = set(texts)
+        for each in batch.saved:
+            assert each.snapshot not in written, "two states are written to one snapshot"
+            written.add(each.snapshot)
 
     def _take(
         self,

@@ -722,7 +722,8 @@ class BlockManager:
         if self._has_full:
             num_needed = max(num_after - max(self.num_blocks_of(request_id), num_before), 0)
         for group in self.window_groups:
-            num_needed += group.num_needed(request_id, position, num_after, num_before)
+            num_most = group.span(1 + self.max_drafts)
+            num_needed += group.num_needed(request_id, position, num_after, num_before, num_most)
         return num_needed
 
     def _num_shared(self, request: LlmRequest) -> int:

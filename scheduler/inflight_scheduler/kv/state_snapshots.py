@@ -131,7 +131,13 @@ class StateSnapshots:
             self._free.append(held[0])
 
     def forget(self, key: bytes) -> None:
-        """The block with this key is not cached any more."""
+        """The block with this key is not cached any more.
+
+        Of one that the plan being made will write the state stays: its request caches the block
+        anew, and another state written to the same snapshot would spoil both.
+        """
+        if key in self._taken:
+            return
         snapshot = self._by_key.pop(key, None)
         if snapshot is not None:
             self.version += 1

@@ -49,15 +49,22 @@ class WindowGroup:
         num_behind = self._num_behind.get(request_id, 0)
         return num_behind, self.tables.get(request_id, [])[num_behind:]
 
-    def num_needed(self, request_id: int, position: int, num_blocks: int, num_before: int) -> int:
+    def num_needed(
+        self, request_id: int, position: int, num_blocks: int, num_before: int, num_most: int
+    ) -> int:
         """Blocks that a table grows by, until it has ``num_blocks`` entries, beyond what it gives
-        back for a step at ``position``; it has at least ``num_before`` now."""
+        back for a step at ``position``; it has at least ``num_before`` now.
+
+        ``num_most``: what a request that generates holds at any time; one that looks two steps
+        ahead would count what the second one gives back.
+        """
         num_entries = max(len(self.tables.get(request_id, ())), num_before)
         if num_blocks <= num_entries:
             return 0
         num_behind = self._num_behind.get(request_id)
         num_passed = 0 if num_behind is None else max(self.first_seen(position) - num_behind, 0)
-        return max(num_blocks - num_entries - num_passed, 0)
+        num_grown = num_blocks - num_entries - num_passed
+        return max(min(num_grown, num_most - self.num_held(request_id)), 0)
 
     def drop_passed(self, request_id: int, position: int) -> int:
         """Give back the blocks that no token from ``position`` on sees; how many they were."""
