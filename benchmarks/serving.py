@@ -1,4 +1,4 @@
-"""The cost of serving: the demo model through the real server, and the same engine without it.
+"""The cost of serving: a model through the real server, and the same engine without it.
 
 For each number of streams: tokens per second, time to the first token, gaps between responses
 (p50, p99), tokens per response, and the ratio to the engine alone (no Triton, the callbacks of
@@ -7,6 +7,7 @@ the front, as cores at 5,000 tokens per second. Rounds are interleaved. The clie
 shares the cores with the server.
 
     python benchmarks/serving.py --streams 1 8 64 256 --tokens 256 --rounds 3
+    python benchmarks/serving.py --model smollm2-135m --streams 64 256 --tokens 32 --rounds 3
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from inflight_backend import (
     TrtGptModelType,
 )
 from inflight_client.terminal.load import Round, Trace
+from inflight_server.checkpoints import smollm2
 from inflight_server.serve.settings import DEMO_MODEL
 from load import run_completions, run_grpc_streams, run_streams
 from report import describe_run, write_result
@@ -43,6 +45,9 @@ from servers import free_ports, start_serve
 ROOT = Path(__file__).resolve().parents[1]
 POOL_TOKENS = 131_072
 PROMPT = "1 2 3 4"
+PROMPT_IDS = (1, 2, 3, 4)
+"""Of another model than that of the demo."""
+MODEL_NAME = "model"
 FRONT_RATE = 5000
 """Tokens per second for which the cores of the front are told."""
 
@@ -50,7 +55,7 @@ FRONT_RATE = 5000
 class EngineAlone:
     """`GptManager` with four callbacks and nothing else."""
 
-    def __init__(self, prompt_ids: Sequence[int], max_batch_size: int) -> None:
+    def __init__(self, model: Path, prompt_ids: Sequence[int], max_batch_size: int) -> None:
         self._prompt_ids = prompt_ids
         self._waiting: list[InferenceRequest] = []
         self._traces: dict[int, Trace] = {}
@@ -58,7 +63,7 @@ class EngineAlone:
         self._started = 0.0
         self._num_running = 0
         self._manager = GptManager(
-            DEMO_MODEL,
+            model,
             TrtGptModelType.InflightFusedBatching,
             1,
             CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
@@ -108,12 +113,14 @@ class EngineAlone:
 class Served:
     """The same through `inflight serve`."""
 
-    def __init__(self, prompt_ids: Sequence[int], max_batch_size: int, scratch: Path) -> None:
+    def __init__(
+        self, model: Path, prompt_ids: Sequence[int], max_batch_size: int, scratch: Path
+    ) -> None:
         self._prompt_ids = list(prompt_ids)
         settings = {"max_batch_size": max_batch_size, "max_tokens_in_paged_kv_cache": POOL_TOKENS}
         [self._openai_port] = free_ports(1)
-        options = [f"--openai-port={self._openai_port}"]
-        self._server = start_serve(scratch, settings=settings, options=options)
+        options = [f"--openai-port={self._openai_port}", f"--served-model-name={MODEL_NAME}"]
+        self._server = start_serve(scratch, model=model, settings=settings, options=options)
         self._server.wait_until_printed("inflight is ready")
         processes = psutil.Process(self._server.process.pid).children()
         [self._front] = [each for each in processes if "openai" in each.cmdline()]
@@ -141,7 +148,7 @@ class Served:
     def run_openai(self, num_streams: int, num_tokens: int) -> tuple[Round, float]:
         """The same through OpenAI's API; with the seconds of processor time of the front."""
         values = {
-            "model": "demo_model",
+            "model": MODEL_NAME,
             "prompt": self._prompt_ids,
             "max_tokens": num_tokens,
             "ignore_eos": True,
@@ -213,15 +220,16 @@ def _openai_table(rows: Sequence[dict[str, Any]]) -> Table:
 def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help=f"{smollm2.NAME}, or a checkpoint; default: of the demo")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of each stream")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    prompt_ids = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode(PROMPT).ids
-    alone = EngineAlone(prompt_ids, max(args.streams))
+    model, prompt_ids = _model(args.model)
+    alone = EngineAlone(model, prompt_ids, max(args.streams))
     scratch = tempfile.TemporaryDirectory(prefix="serving-")
-    served = Served(prompt_ids, max(args.streams), Path(scratch.name))
+    served = Served(model, prompt_ids, max(args.streams), Path(scratch.name))
     rows = []
     try:
         for num_streams in args.streams:
@@ -259,13 +267,22 @@ def main() -> None:
         alone.close()
     result = describe_run("torch", "numpy", "nvidia-pytriton", "tritonclient")
     result |= {"tokens_per_stream": args.tokens, "rounds": args.rounds, "rows": rows}
-    start = "Demo model: engine alone, and served by Triton over"
+    start = f"{args.model or 'Demo model'}: engine alone, and served by Triton over"
     Console().print(
         _table(rows, "served", "", f"{start} HTTP"),
         _table(rows, "grpc", "grpc_", f"{start} gRPC"),
         _openai_table(rows),
     )
-    print("written to", write_result("serving", result, args.output).name)
+    name = "serving" if args.model is None else f"serving_{args.model.partition('-')[0]}"
+    print("written to", write_result(name, result, args.output).name)
+
+
+def _model(name: str | None) -> tuple[Path, Sequence[int]]:
+    """Its checkpoint, and a prompt of four numbers."""
+    if name is None:
+        tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+        return DEMO_MODEL, tokenizer.encode(PROMPT).ids
+    return smollm2.find_smollm2() if name == smollm2.NAME else Path(name), PROMPT_IDS
 
 
 if __name__ == "__main__":

@@ -138,6 +138,7 @@ class LeadingEngine(Engine):
             group.when_lost(stores.clear)
             group.when_lost(give_up)
             ranks = meet(begin(0))
+            group.when_lost(ranks.give_up)
             engine = cls.load(checkpoint, config, on_progress, ranks=ranks)
         except BaseException as error:
             group.is_lost(_NOTICE_SECONDS)

@@ -1,7 +1,8 @@
 """What the ranks of one model tell one another during a step: the only place of collectives.
 
 All ranks see the same plans, so they meet here in the same order. On GPUs NCCL carries them, and
-they are recorded with the steps; on CPUs gloo does.
+they are recorded with the steps; on CPUs gloo does, and between processes of one machine the memory
+that they share.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from inflight_backend.models.parallel.place import ALONE, Place
+from inflight_backend.models.parallel.shared_memory import SharedMemory
 
 
 class Collectives:
@@ -80,12 +82,27 @@ class GroupCollectives(Collectives):
         self._next = (place.rank + place.tensor_size) % place.size
         self._previous = (place.rank - place.tensor_size) % place.size
         self._counts_on = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        self._memory: SharedMemory | None = None
+        if self._counts_on == "cpu" and place.tensor_size > 1:
+            self._memory = SharedMemory.meet(place, self._groups.stage)
+
+    def give_up(self) -> None:
+        """Have those return that wait for a rank in shared memory, with an error; from any thread.
+        Those of gloo do so by themselves; of NCCL see `ranks.meeting.give_up`."""
+        if self._memory is not None:
+            self._memory.give_up()
 
     def add(self, x: Tensor) -> Tensor:
         """See `Collectives`."""
-        if self.place.tensor_size > 1:
-            x = x.contiguous()
+        if self.place.tensor_size == 1:
+            return x
+        x = x.contiguous()
+        if self._memory is None:
             dist.all_reduce(x, group=self._groups.stage)
+        else:
+            flat = x.view(-1)
+            for place, parts in self._memory.exchange(flat):
+                torch.sum(parts, 0, out=flat[place])
         return x
 
     def join_columns(self, x: Tensor, num_columns: int) -> Tensor:
@@ -96,12 +113,21 @@ class GroupCollectives(Collectives):
         most = -(-num_columns // size)
         padded = torch.nn.functional.pad(x, (0, most - x.shape[1])).contiguous()
         parts = padded.new_empty((size, *padded.shape))
-        dist.all_gather(list(parts.unbind()), padded, group=self._groups.stage)
-        return parts.transpose(0, 1).reshape(len(x), -1)[:, :num_columns].contiguous()
+        if self._memory is None:
+            dist.all_gather(list(parts.unbind()), padded, group=self._groups.stage)
+        else:
+            flat = parts.view(size, -1)
+            for columns, found in self._memory.exchange(padded.view(-1)):
+                flat[:, columns] = found
+        return parts.transpose(0, 1).reshape(len(x), size * most)[:, :num_columns].contiguous()
 
     def share(self, tokens: Tensor) -> Tensor:
         """See `Collectives`."""
-        if self.place.tensor_size > 1:
+        if self._memory is not None:
+            flat = tokens.view(-1)
+            for place, parts in self._memory.exchange(flat):
+                flat[place] = parts[0]
+        elif self.place.tensor_size > 1:
             dist.broadcast(tokens, self._first_of_stage, group=self._groups.stage)
         return tokens
 
