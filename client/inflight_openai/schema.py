@@ -431,8 +431,8 @@ def _read_functions(body: Body) -> ToolChoice:
 
 
 def _split_choice(choice: Any) -> tuple[Any, frozenset[str] | None]:
-    """A choice among some of the tools, OpenAI's ``allowed_tools``, as its mode and their names, which
-    are None for any other choice."""
+    """A choice among some tools, OpenAI's ``allowed_tools``, as its mode and their names, which are
+    None for any other choice."""
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return choice, None
     content = choice.get("allowed_tools")
