@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -210,6 +211,9 @@ _OF_HISTOGRAM = re.compile(
 )
 
 
+_BOUND = re.compile(r'\ble="([^"]*)"')
+
+
 def with_histograms(page: str) -> str:
     """A metrics page of Triton, whose three counters for each of `HISTOGRAMS` are one histogram,
     also under the names of `OLDER_NAMES`."""
@@ -226,10 +230,18 @@ def with_histograms(page: str) -> str:
         elif part == "bucket":  # one name, meaning and type for the three
             text = line[series.end() :]
             lines.append(comment + name + (" histogram" if "TYPE" in comment else text))
+    for lines in found.values():
+        lines.sort(key=_place)
     for name, older in OLDER_NAMES.items():
         if name in found:
             found[older] = [line.replace(name, older, 1) for line in found[name]]
     return "".join(f"{line}\n" for lines in (others, *found.values()) for line in lines)
+
+
+def _place(line: str) -> tuple[bool, float]:
+    """Of a line among those of its histogram: what it is comes first, buckets in rising order."""
+    bound = _BOUND.search(line)
+    return not line.startswith("#"), math.inf if bound is None else float(bound[1])
 
 
 def with_lora_requests(page: str, labels: Mapping[str, str]) -> str:

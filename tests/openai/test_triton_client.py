@@ -60,7 +60,7 @@ def test_three_counters_are_shown_as_a_histogram() -> None:
     counters = (
         "# TYPE x counter\nx 1\n"
         "# HELP N_bucket Gaps\n# TYPE N_bucket counter\n"
-        'N_bucket{m="a",le="0.5"} 1\nN_bucket{m="a",le="+Inf"} 2\n'
+        'N_bucket{m="a",le="+Inf"} 2\nN_bucket{m="a",le="0.5"} 1\n'
         '# HELP N_sum Gaps\n# TYPE N_sum counter\nN_sum{m="a"} 3.5\n'
         '# HELP N_count Gaps\n# TYPE N_count counter\nN_count{m="a"} 2\n'
         "# TYPE N_bytes gauge\nN_bytes 2\n"

@@ -263,7 +263,7 @@ class Answer:
         parts = [f"{num_tokens} token{'' if num_tokens == 1 else 's'}"]
         if self.first_at:
             seconds = time.monotonic() - self.first_at
-            if self.num_pieces > 1 and seconds > 0:  # a busy server sends several tokens at once
+            if self.num_pieces > 1 and seconds > 0.05:  # a busy server sends several tokens at once
                 num_later = num_tokens * (1 - 1 / self.num_pieces)
                 parts.append(f"{num_later / seconds:.1f} tokens/s")
             parts.append(f"first after {(self.first_at - start) * 1e3:.0f} ms")
