@@ -525,7 +525,10 @@ def test_rounding_at_load_goes_with_any_layout(tmp_path: Path, family: str) -> N
             {"quant_method": "fbgemm_fp8", "activation_scale_lb": 1},
             "activation_scale_lb is not supported; supported: quant_method, ",
         ),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported; supported: e4m3"),
+        (
+            {"quant_method": "fp8", "fmt": "e5m2"},
+            "fmt 'e5m2' is not supported; supported: e4m3, float8_e4m3fn",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups is missing"),
         (compressed("marlin-24"), "format 'marlin-24' is not supported; supported: float-quant"),
@@ -605,6 +608,7 @@ def test_configurations_that_are_refused(
         ("gptq-asymmetric", {"quant_method": "intel/auto-round", "backend": "auto_round:gptq"}),
         ("gptq", {"quant_method": "auto-round", "extra_config": {".*gate.*": {"bits": 16}}}),
         ("awq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}),
+        ("fp8-blocks", {**SCHEMES["fp8-blocks"].config, "fmt": "float8_e4m3fn"}),
         ("ct-nvfp4", {"quant_method": "auto-round", "bits": 4, "data_type": "nv_fp",
                       "group_size": 16, "packing_format": "auto_round:llm_compressor"}),
         ("awq", {"method": "awq", "format": "gemm", "checkpoint_format": "gemm", "sym": False,
@@ -614,7 +618,7 @@ def test_configurations_that_are_refused(
 def test_other_tools_of_the_same_layouts(
     tmp_path: Path, plain: Path, name: str, changes: dict[str, Any]
 ) -> None:
-    """AutoRound, and AWQ as GPTQModel writes it."""
+    """AutoRound, FP8 of MiniMax, and AWQ as GPTQModel writes it."""
     folder, expected = write_quantized(plain, tmp_path, SCHEMES[name])
     read = ("bits", "group_size", "sym") if changes.get("quant_method") else SCHEMES[name].config
     kept = {key: SCHEMES[name].config[key] for key in read if key in SCHEMES[name].config}
