@@ -299,6 +299,18 @@ def test_experts_stay_quantised(tmp_path: Path) -> None:
     assert planned < 0.7 * make_plan(expected, CONFIG).weight_bytes
 
 
+def test_a_router_may_be_quantised(tmp_path: Path) -> None:
+    """It has few rows: one word holds the zeros of all of them."""
+    plain = tmp_path / "plain"
+    write_family(plain, "qwen3_moe")
+    scheme = Scheme(
+        packed(4, 8, is_symmetric=False),
+        compressed("pack-quantized", 4, "group", group_size=8, symmetric=False),
+    )
+    folder, expected = write_quantized(plain, tmp_path, scheme, re.compile(r".*mlp\.gate\.weight"))
+    assert difference(folder, expected) < 1e-4
+
+
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     """As published: blocks, gate and up in turns, biases; transformers widens them, too."""
     import transformers

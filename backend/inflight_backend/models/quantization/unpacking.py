@@ -236,7 +236,7 @@ def _order(groups: Tensor, group_size: int) -> Tensor | None:
 def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
     """int32 [rows, n] -> uint8 [rows, n * 32 / bits]: the numbers of each word, the low bits first;
     with ``order`` number ``i`` of a word is at bit ``bits * order[i]``."""
-    numbers = words.contiguous().view(torch.uint8)
+    numbers = words.flatten().view(torch.uint8).view(len(words), -1)
     if bits == 4:
         numbers = reference.unpack_nibbles(numbers)
     if order is None:
