@@ -104,7 +104,7 @@ from inflight_backend.models.parallel.collectives import (
 )
 from inflight_backend.models.parallel.shards import local_model, local_parameters
 from inflight_backend.models.quantization.schemes import AT_LOAD
-from inflight_backend.models.weights import Checkpoint, OnProgress
+from inflight_backend.models.weights import Checkpoint, OnProgress, give_back_freed_memory
 from inflight_scheduler import ContextChunk, ScheduledBatch
 
 _CPU_MEMORY_SHARE = 0.25
@@ -262,7 +262,9 @@ class Engine:
                 backend=config.attention_backend,
             )
         with torch.inference_mode():
-            return cls(config, model_config, parameters, capture, ranks=ranks)
+            engine = cls(config, model_config, parameters, capture, ranks=ranks)
+        give_back_freed_memory()
+        return engine
 
     @property
     def device_name(self) -> str:

@@ -43,6 +43,7 @@ from inflight_backend.models.parallel.shards import local_model, local_parameter
 from inflight_backend.models.parameters import (
     ENCODER,
     ParameterSpec,
+    assumed,
     check_weights,
     decoder_parameters,
     fitted,
@@ -428,6 +429,8 @@ def make_plan(
     if not may_lack_weights or has_weights(folder):
         headers = read_weight_headers(folder)
         model = fitted(model, headers)
+    else:
+        model = assumed(model)
     model = model.with_window_limits(config.max_attention_window)
     config = resolve_for_plan(config, model)
     if headers is not None:

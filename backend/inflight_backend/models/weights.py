@@ -7,8 +7,9 @@ the result is that of the whole weight at once.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -285,6 +286,13 @@ def _cut_packed(packed: PackedWeight, source: Source) -> PackedWeight:
         return packed if cut.columns is None else packed.with_columns(cut.columns)
     except ValueError as error:
         raise CheckpointError(f"{source.module}: {error}") from None
+
+
+def give_back_freed_memory() -> None:
+    """What loading has freed, to the system: glibc keeps the pieces of linears that were put into
+    another order (of 1.1 B parameters in 4 bits 850 MiB beside 730 in use)."""
+    with suppress(OSError, AttributeError):  # of another library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _sliced(tensor: Tensor, rows: slice) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from inflight_backend.engine import Engine
+from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.manager.batcher import load_engine
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams, parse_parameters
 from inflight_backend.manager.step_loop import OverlapScheduler
@@ -57,3 +59,15 @@ def test_memory_of_a_gpu_comes_in_segments_that_grow_unless_the_user_says_otherw
     expected = "expandable_segments:True" if setting is None else "max_split_size_mb:64"
     assert os.environ[setting or "PYTORCH_CUDA_ALLOC_CONF"] == expected
     assert len({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ)) == 1
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep nothing")
+def test_what_loading_frees_goes_back_to_the_system(checkpoint: Callable[..., Path]) -> None:
+    """Pieces as small as those of a quantised linear, with one behind them that stays."""
+    config = EngineConfig(device="cpu", attention_backend="torch", max_tokens_in_paged_kv_cache=64)
+    Engine.load(checkpoint(), config)
+    pieces = [b"x" * 100_000 for _ in range(3000)]
+    del pieces[:-1]
+    before = psutil.Process().memory_info().rss
+    Engine.load(checkpoint(), config)
+    assert psutil.Process().memory_info().rss < before - 200e6

@@ -299,6 +299,18 @@ def test_experts_stay_quantised(tmp_path: Path) -> None:
     assert planned < 0.7 * make_plan(expected, CONFIG).weight_bytes
 
 
+def test_a_router_may_be_quantised(tmp_path: Path) -> None:
+    """It has few rows: one word holds the zeros of all of them."""
+    plain = tmp_path / "plain"
+    write_family(plain, "qwen3_moe")
+    scheme = Scheme(
+        packed(4, 8, is_symmetric=False),
+        compressed("pack-quantized", 4, "group", group_size=8, symmetric=False),
+    )
+    folder, expected = write_quantized(plain, tmp_path, scheme, re.compile(r".*mlp\.gate\.weight"))
+    assert difference(folder, expected) < 1e-4
+
+
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     """As published: blocks, gate and up in turns, biases; transformers widens them, too."""
     import transformers
@@ -525,7 +537,10 @@ def test_rounding_at_load_goes_with_any_layout(tmp_path: Path, family: str) -> N
             {"quant_method": "fbgemm_fp8", "activation_scale_lb": 1},
             "activation_scale_lb is not supported; supported: quant_method, ",
         ),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported; supported: e4m3"),
+        (
+            {"quant_method": "fp8", "fmt": "e5m2"},
+            "fmt 'e5m2' is not supported; supported: e4m3, float8_e4m3fn",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups is missing"),
         (compressed("marlin-24"), "format 'marlin-24' is not supported; supported: float-quant"),
@@ -605,6 +620,7 @@ def test_configurations_that_are_refused(
         ("gptq-asymmetric", {"quant_method": "intel/auto-round", "backend": "auto_round:gptq"}),
         ("gptq", {"quant_method": "auto-round", "extra_config": {".*gate.*": {"bits": 16}}}),
         ("awq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}),
+        ("fp8-blocks", {**SCHEMES["fp8-blocks"].config, "fmt": "float8_e4m3fn"}),
         ("ct-nvfp4", {"quant_method": "auto-round", "bits": 4, "data_type": "nv_fp",
                       "group_size": 16, "packing_format": "auto_round:llm_compressor"}),
         ("awq", {"method": "awq", "format": "gemm", "checkpoint_format": "gemm", "sym": False,
@@ -614,7 +630,7 @@ def test_configurations_that_are_refused(
 def test_other_tools_of_the_same_layouts(
     tmp_path: Path, plain: Path, name: str, changes: dict[str, Any]
 ) -> None:
-    """AutoRound, and AWQ as GPTQModel writes it."""
+    """AutoRound, FP8 of MiniMax, and AWQ as GPTQModel writes it."""
     folder, expected = write_quantized(plain, tmp_path, SCHEMES[name])
     read = ("bits", "group_size", "sym") if changes.get("quant_method") else SCHEMES[name].config
     kept = {key: SCHEMES[name].config[key] for key in read if key in SCHEMES[name].config}

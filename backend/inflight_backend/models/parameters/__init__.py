@@ -13,7 +13,13 @@ from inflight_backend.models.parameters.decoder import (
     duplicate_names,
     kv_scale_names,
 )
-from inflight_backend.models.parameters.fitting import PREFIXES, check_weights, empty_biases, fitted
+from inflight_backend.models.parameters.fitting import (
+    PREFIXES,
+    assumed,
+    check_weights,
+    empty_biases,
+    fitted,
+)
 from inflight_backend.models.parameters.rearranging import Picking, picking
 from inflight_backend.models.parameters.sources import (
     Cut,
@@ -33,6 +39,7 @@ __all__ = [
     "Picking",
     "Ranges",
     "Source",
+    "assumed",
     "check_weights",
     "decoder_parameters",
     "duplicate_names",

@@ -10,7 +10,7 @@ from inflight_backend.errors import CheckpointError
 from inflight_backend.models.checkpoint_files import INDEX, TensorHeader, list_names
 from inflight_backend.models.config import ModelConfig, MoeConfig, WeightNames
 from inflight_backend.models.parameters.decoder import decoder_parameters, duplicate_names
-from inflight_backend.models.parameters.sources import Source
+from inflight_backend.models.parameters.sources import WEIGHT, Source
 from inflight_backend.models.quantization.schemes import GGUF_SCHEMES
 from inflight_backend.models.quantization.stored import PASSED_OVER, Stored
 
@@ -73,6 +73,20 @@ def fitted(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelCon
     layout = "stacked" if is_stacked else "transposed"
     names = replace(names, expert_layout=layout, expert_gate=gate, expert_down=down)
     return replace(config, names=names)
+
+
+def assumed(config: ModelConfig) -> ModelConfig:
+    """``config`` as it will be for a checkpoint whose headers are not here: with the linears
+    quantised that ``quantization_config`` says are, by the names that a family's tensors have."""
+    if config.quantization is None:
+        return config
+    linears = [
+        source.module
+        for spec in decoder_parameters(config)
+        if (spec.is_linear or spec.num_experts) and spec.name.endswith(WEIGHT)
+        for source in spec.sources
+    ]
+    return replace(config, quantization=config.quantization.assumed(linears))
 
 
 def _with_fitted_encoder(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelConfig:

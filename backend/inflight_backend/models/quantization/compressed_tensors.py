@@ -46,8 +46,6 @@ def read_compressed_tensors(reader: JsonReader) -> tuple[Rule, ...]:
         section = reader.section(key)
         if section.text("format", default="dense") != "dense" or "config_groups" in section:
             reader.fail(key, "is not supported: weights must be dense and as they were trained")
-    for target in reader.texts("ignore"):
-        _check_target(reader, "ignore", target)
     groups = reader.section("config_groups")
     if not any(groups) and not any(reader.section("kv_cache_scheme")):
         reader.fail("config_groups", "is missing")
@@ -72,13 +70,9 @@ def _read_group(reader: JsonReader, group: JsonReader) -> Rule:
         weights.fail("type", f"{kind!r} does not go with format {layout}")
     targets = tuple(group.texts("targets")) or ("Linear",)
     for target in targets:
-        _check_target(group, "targets", target)
+        if target.startswith("re:"):
+            check_pattern(group, "targets", target.removeprefix("re:"))
     return Rule(scheme, targets)
-
-
-def _check_target(reader: JsonReader, key: str, target: str) -> None:
-    if target.startswith("re:"):
-        check_pattern(reader, key, target.removeprefix("re:"))
 
 
 def _read_float(weights: JsonReader, inputs: JsonReader) -> Scheme:

@@ -17,6 +17,7 @@ from inflight_backend.models.quantization.keys import (
     check_keys,
     choose,
     choose_number,
+    left_out,
 )
 from inflight_backend.models.quantization.schemes import Quantization, Rule, Scheme
 
@@ -52,7 +53,8 @@ def _read(reader: JsonReader, default: str | None) -> Quantization:
         method = reader.text("quant_method", default=told)
     if method not in METHODS:
         reader.fail("quant_method", f"{method!r} is not supported; supported: {', '.join(METHODS)}")
-    return Quantization(method, METHODS[method](reader), kv_cache=_read_kv_cache(reader))
+    rules = METHODS[method](reader)
+    return Quantization(method, rules, kv_cache=_read_kv_cache(reader), left_out=left_out(reader))
 
 
 def _read_kv_cache(reader: JsonReader) -> str | None:
@@ -110,8 +112,7 @@ def _read_fp8(reader: JsonReader) -> tuple[Rule, ...]:
         "modules_to_convert",
     )
     choose(reader, "activation_scheme", "dynamic", "static", default="dynamic")
-    if (fmt := reader.text("fmt", default="e4m3")) != "e4m3":
-        reader.fail("fmt", f"{fmt!r} is not supported; supported: e4m3")
+    choose(reader, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
     block = reader.integers("weight_block_size")
     if not block:
         return (Rule(Scheme("float8", 8, quantizes_input=True)),)

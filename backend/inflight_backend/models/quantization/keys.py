@@ -6,8 +6,24 @@ import re
 
 from inflight_backend.models.checkpoint_files import JsonReader
 
-NOT_QUANTISED = ("quant_method", "modules_to_not_convert", "ignored_layers")
+_LEFT_OUT = ("modules_to_not_convert", "ignored_layers")
+NOT_QUANTISED = ("quant_method", *_LEFT_OUT)
 """What every method may say; which linears are not quantised is seen by their tensors."""
+_LEFT_OUT_BY_ONE = ("ignore", "exclude_modules", "llm_int8_skip_modules")
+"""The same in single methods."""
+
+
+def left_out(reader: JsonReader) -> tuple[str, ...]:
+    """Names and patterns (behind "re:") of what is not quantised, by any method's key."""
+    never = "-:"  # of GPTQModel
+    found = [f"re:{each[2:]}" for each in reader.section("dynamic") if each.startswith(never)]
+    for key in (*_LEFT_OUT, *_LEFT_OUT_BY_ONE):
+        names = reader.texts(key) if reader.is_list(key) else []
+        for name in names:
+            if name.startswith("re:"):
+                check_pattern(reader, key, name.removeprefix("re:"))
+        found += names
+    return tuple(found)
 
 
 def check_keys(reader: JsonReader, *known: str) -> None:

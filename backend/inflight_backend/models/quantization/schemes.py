@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from math import gcd, prod
 
 from inflight_backend.errors import CheckpointError
@@ -212,16 +213,26 @@ def _block_size(headers: Mapping[str, TensorHeader], module: str) -> int:
 _USUAL_BLOCK = 64
 
 
+def _covers(name: str, module: str) -> bool:
+    """Whether a name of what is left out, a part of one, or a pattern is for that linear."""
+    if name.startswith("re:"):
+        return re.match(name[3:], module) is not None
+    forms = (name, f"{name}.*", f"*.{name}", f"*.{name}.*")
+    return any(fnmatchcase(module, each) for each in forms)
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """``rules`` of ``quantization_config``; ``modules``: the quantised linears of the checkpoint by
     name, known once its headers are (`found_in`). ``kv_cache``: "fp8" or "int8", the type of the KV
-    cache that the checkpoint was made for."""
+    cache that the checkpoint was made for. ``left_out``: what tools write about linears that are
+    not quantised."""
 
     name: str
     rules: tuple[Rule, ...]
     modules: Mapping[str, Scheme] = field(default_factory=dict)
     kv_cache: str | None = None
+    left_out: tuple[str, ...] = ()
 
     def found_in(self, headers: Mapping[str, TensorHeader]) -> Quantization:
         """The same with ``modules``. Which linears are quantised is seen by their tensors: what
@@ -243,6 +254,18 @@ class Quantization:
                     scheme = replace(scheme, scales=_name_of_scales(headers, module, scheme.scales))
                 if scheme.layout == "bnb4":
                     scheme = replace(scheme, group_size=_block_size(headers, module))
+                modules[module] = scheme
+        return replace(self, modules=modules)
+
+    def assumed(self, linears: Iterable[str]) -> Quantization:
+        """The same with the ``modules`` that a checkpoint without headers will have: of its
+        ``linears`` those that a rule is for and that are not left out by name."""
+        modules = {}
+        for module in linears:
+            named = (rule.scheme for rule in self.rules if rule.names(module))
+            others = (rule.scheme for rule in self.rules if "Linear" in rule.targets)
+            scheme = next(named, None) or next(others, None)
+            if scheme is not None and not any(_covers(each, module) for each in self.left_out):
                 modules[module] = scheme
         return replace(self, modules=modules)
 

@@ -236,10 +236,12 @@ def _order(groups: Tensor, group_size: int) -> Tensor | None:
 def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
     """int32 [rows, n] -> uint8 [rows, n * 32 / bits]: the numbers of each word, the low bits first;
     with ``order`` number ``i`` of a word is at bit ``bits * order[i]``."""
-    places = torch.tensor(order or range(32 // bits), dtype=torch.int32, device=words.device) * bits
-    numbers = (words[..., None] >> places) & (2**bits - 1)
-    unpacked: Tensor = numbers.to(torch.uint8).flatten(-2)
-    return unpacked
+    numbers = words.flatten().view(torch.uint8).view(len(words), -1)
+    if bits == 4:
+        numbers = reference.unpack_nibbles(numbers)
+    if order is None:
+        return numbers
+    return numbers.view(len(words), -1, 32 // bits)[..., list(order)].flatten(-2)
 
 
 def _row_scales(scales: Tensor, rows: int) -> Tensor:
