@@ -57,3 +57,6 @@ def part() -> None:
     """Forget the group, whatever has become of it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Groups have numbers for names. One that failed to meet was counted, too: the next one would
+    # have another name here than in its other processes, and wait for them without end.
+    dist.distributed_c10d._world.group_count = 0

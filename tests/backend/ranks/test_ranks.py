@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from support.adapters import to_wire, write_world
 from support.checkpoints import write_checkpoint
 from support.manager_harness import MAX_UTILIZATION, Recorder, request, running, serve
@@ -223,25 +225,39 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("moment", ["before they meet", "in a collective"])
+@pytest.mark.parametrize("moment", ["before they meet", "while they meet", "in a collective"])
 def test_a_rank_that_is_lost_while_loading_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Whatever the first rank waits for then; a collective may wait for a day."""
+    """Whatever the first rank waits for then; a collective may wait for a day. Another model may be
+    loaded in the same process."""
     folder = write_checkpoint(tmp_path / "model")
 
-    def meet(begin: Begin) -> GroupCollectives:
+    def kill_the_other() -> None:
         (victim,) = ranks_of_this_process()
-        if moment == "before they meet":
-            victim.kill()
-        ranks = meeting.meet(begin)
         victim.kill()
+
+    def meet(begin: Begin) -> GroupCollectives:
+        if moment == "before they meet":
+            kill_the_other()
+        ranks = meeting.meet(begin)
+        kill_the_other()
         return ranks
 
-    monkeypatch.setattr(leader, "meet", meet)
-    with pytest.raises(ConfigurationError, match=r"do not start: rank 1 has ended \(SIGKILL\)"):
-        serve([request(1, [1], 1)], folder, params=sized(2))
+    init_process_group = torch.distributed.init_process_group
+
+    def init(*arguments: Any, **options: Any) -> None:
+        if moment == "while they meet":
+            kill_the_other()
+        init_process_group(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leader, "meet", meet)
+        patch.setattr(torch.distributed, "init_process_group", init)
+        with pytest.raises(ConfigurationError, match=r"not start: rank 1 has ended \(SIGKILL\)"):
+            serve([request(1, [1], 1)], folder, params=sized(2))
     assert ranks_of_this_process() == []
+    serve([request(1, [1], 1)], folder, params=sized(2))
 
 
 FRONT = ("inflight_client", "inflight_openai", "inflight_server", "starlette", "tritonclient")
@@ -342,6 +358,28 @@ def test_a_server_for_each_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(ConfigurationError, match="mpirun has started 2 servers: use --world_size"):
         load_engine(DEMO_MODEL, PARAMS)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_name_of_the_first_machine_may_be_known_late(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """As that of a pod; it may have an address of either kind."""
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+    answers_of_dns = [socket.gaierror(socket.EAI_NONAME, "not known"), None]
+    ask = socket.getaddrinfo
+
+    def getaddrinfo(name: str, *options: Any, **named: Any) -> Any:
+        if name == "leader" and (error := answers_of_dns.pop(0)):
+            raise error
+        return ask(host if name == "leader" else name, *options, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    (port,) = free_ports(1)
+    with Machines(2, "leader", port).listening():
+        socket.create_connection((host, port)).close()
+    assert answers_of_dns == []
 
 
 def test_ranks_of_machines() -> None:
