@@ -16,11 +16,8 @@ from inflight_kernels.cpu.intrinsics import call, finish_piece, pause, read_shar
 from inflight_kernels.cpu.threads import compile_function
 
 _SPINS = 2_000
-"""How often a process looks before it lets others have its core."""
-_YIELDS = 10_000
-"""How often it then looks, some milliseconds, before it sleeps in between: it waits for a process
-that loads, has stopped, or has more to do."""
-_SLEEP_MICROSECONDS = 100
+"""How often a process looks before it lets others have its core, between two looks then."""
+_SLEEP_US = 50
 _LINE = 8
 """Numbers of a cache line: each counter has one of its own."""
 
@@ -36,18 +33,13 @@ class Barrier:
 
     def __init__(self, page: npt.NDArray[np.uint8], own: int, num_processes: int) -> None:
         self._page = page.view(np.int64)
-        library = ctypes.CDLL(None)
-        yield_core, sleep = (
-            ctypes.cast(function, ctypes.c_void_p).value
-            for function in (library.sched_yield, library.usleep)
-        )
-        page_at = self._page.ctypes.data
-        self._numbers = np.array([0, page_at, own, num_processes, yield_core, sleep])
+        sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+        self._numbers = np.array([self._page.ctypes.data, own, num_processes, sleep, 0])
 
     def wait(self) -> bool:
         """Until all have called it as often as this one has; who returns sees what the others wrote
         before. False once one has said `give_up`."""
-        self._numbers[0] += 1
+        self._numbers[4] += 1
         _compiled().ctypes(self._numbers.ctypes.data)
         return not self._page[0]
 
@@ -57,7 +49,7 @@ class Barrier:
 
 
 def _wait(pointer):
-    number, page, own, num_processes, yield_core, sleep = carray(pointer, 6, types.int64)
+    page, own, num_processes, sleep, number = carray(pointer, 5, types.int64)
     line = np.int64(8 * _LINE)
     finish_piece(page + line * (1 + own) - 8)  # it counts behind the address
     for process in range(num_processes):
@@ -66,10 +58,8 @@ def _wait(pointer):
             looks += 1
             if looks < _SPINS:
                 pause()
-            elif looks < _SPINS + _YIELDS:
-                call(yield_core, 0)
             else:
-                call(sleep, _SLEEP_MICROSECONDS)
+                call(sleep, _SLEEP_US)
     return 0
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch
 from support.adapters import to_wire, write_world
 from support.checkpoints import write_checkpoint
 from support.manager_harness import MAX_UTILIZATION, Recorder, request, running, serve
@@ -225,7 +225,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("moment", ["before they meet", "while they meet", "in a collective"])
+@pytest.mark.parametrize("moment", ["before they meet", "as they meet", "in a collective"])
 def test_a_rank_that_is_lost_while_loading_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -233,27 +233,21 @@ def test_a_rank_that_is_lost_while_loading_is_named(
     loaded in the same process."""
     folder = write_checkpoint(tmp_path / "model")
 
-    def kill_the_other() -> None:
-        (victim,) = ranks_of_this_process()
-        victim.kill()
-
     def meet(begin: Begin) -> GroupCollectives:
+        (victim,) = ranks_of_this_process()
         if moment == "before they meet":
-            kill_the_other()
+            victim.kill()
+        if moment == "as they meet":
+            time.sleep(2)  # it has told where it is
+            victim.suspend()
+            threading.Timer(1, victim.kill).start()
         ranks = meeting.meet(begin)
-        kill_the_other()
+        victim.kill()
         return ranks
-
-    init_process_group = torch.distributed.init_process_group
-
-    def init(*arguments: Any, **options: Any) -> None:
-        if moment == "while they meet":
-            kill_the_other()
-        init_process_group(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(leader, "meet", meet)
-        patch.setattr(torch.distributed, "init_process_group", init)
+        patch.setattr(meeting, "_MEETING_SECONDS", 5.0)
         with pytest.raises(ConfigurationError, match=r"not start: rank 1 has ended \(SIGKILL\)"):
             serve([request(1, [1], 1)], folder, params=sized(2))
     assert ranks_of_this_process() == []
