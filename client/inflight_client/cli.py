@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import EntryPoint, entry_points, version
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -163,6 +164,9 @@ def generate(
     allotted_time_ms: Annotated[
         int | None, typer.Option(help="End by then, with what there is.")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the whole answer and how it ended as JSON.")
+    ] = False,
     **sampling: float | None,
 ) -> None:
     """Continue a text. Ctrl-C cancels the request."""
@@ -179,6 +183,10 @@ def generate(
     settings |= {**sampling, **_read_guide(guide)}
     options: Any = {name: value for name, value in settings.items() if value is not None}
     with _reported_errors(), _connect(url, http, header) as client:
+        if as_json:
+            result = client.generate(prompt, max_tokens, request_id=request_id, **options)
+            _write(json.dumps(asdict(result)) + "\n")
+            return
         for text in _answer(client, prompt, max_tokens, request_id, stream, options):
             _write(text)
         _write("\n")
@@ -199,7 +207,8 @@ def chat(
 ) -> None:
     """Talk to a model. /help tells the commands; Ctrl-C ends an answer, Ctrl-D the chat.
 
-    Into a pipe only what the model says; each line of the input is a message.
+    Into a pipe only what the model says; each line of the input is a message, and the exit code is
+    1 if one was not answered.
     """
     from inflight_client.terminal.chat import (
         Chat,
@@ -215,7 +224,9 @@ def chat(
         conversation = Conversation(model or first_model(client), system, chosen)
         if sys.stdin.isatty():
             remember_lines()
-        Chat(client, conversation, _write, lambda text: typer.echo(text, err=True)).run()
+        talk = Chat(client, conversation, _write, lambda text: typer.echo(text, err=True))
+        if not talk.run() and not sys.stdin.isatty():
+            raise typer.Exit(1)
 
 
 @app.command()
@@ -227,7 +238,10 @@ def top(
     http: HttpOption = False,
     header: HeaderOption = None,
 ) -> None:
-    """Watch a server: tokens a second, latencies, the cache, and a row for each request."""
+    """Watch a server: tokens a second, latencies, the cache, and a row for each request.
+
+    Into a file or pipe: JSON lines.
+    """
     import time
 
     from rich.console import Console
@@ -236,6 +250,7 @@ def top(
     from inflight_client.terminal.top import Board
 
     board, console, cursor = Board(), Console(), ""
+    json_lines = json_lines or not (once or sys.stdout.isatty())
     is_drawn = not json_lines and not once
     live = Live(
         get_renderable=lambda: board.render(console.height),

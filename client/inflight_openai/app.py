@@ -63,6 +63,7 @@ from inflight_openai.triton_client import (
     TritonClient,
     call_names,
     encode_calls,
+    with_histograms,
     with_lora_requests,
 )
 
@@ -286,11 +287,12 @@ class OpenAIApp:
         """vLLM's call: the tokens of a prompt, or of a chat."""
         raw = await _read_body(request, self.settings)
         with anyio.fail_after(self.settings.thread_timeout):
-            ids = await anyio.to_thread.run_sync(
+            ids, names = await anyio.to_thread.run_sync(
                 lambda: parse_tokenize(raw, self.reader, self.unknown), limiter=self.threads
             )
         limit = self.reader.limits.max_seq_len
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": limit})
+        told = {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names}
+        return JSONResponse(told)
 
     async def _detokenize(self, request: Request) -> Response:
         """vLLM's call: the text of tokens."""
@@ -305,7 +307,7 @@ class OpenAIApp:
         labels = asyncio.create_task(self.triton.lora_requests())  # both may take seconds
         try:
             content, kind = await self._metrics_page.read()
-            content = with_lora_requests(content, await labels)
+            content = with_lora_requests(with_histograms(content), await labels)
         finally:
             labels.cancel()
         return Response(content, headers={"Content-Type": kind})
@@ -521,10 +523,10 @@ async def _read_body(request: Request, settings: FrontSettings) -> bytes:
                     raise too_large
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding == "identity":
+    encoding = request.headers.get("content-encoding", "").lower()
+    if encoding in ("", "identity"):
         return bytes(body)
-    if encoding not in ("gzip", "deflate"):
+    if encoding not in ("gzip", "x-gzip", "deflate"):
         raise ApiError(415, "Content-Encoding: only gzip and deflate are supported")
     try:
         content = zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(body, limit + 1)

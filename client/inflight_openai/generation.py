@@ -172,9 +172,19 @@ def parse_chat(
     return _with_answer_format(request, body, reader, choice)
 
 
-def parse_tokenize(raw: bytes, reader: PromptReader, unknown: UnknownFields) -> list[int]:
-    """The ids of the prompt or the messages of a body, as the model would read them."""
+def parse_tokenize(
+    raw: bytes, reader: PromptReader, unknown: UnknownFields
+) -> tuple[list[int], list[str] | None]:
+    """The ids of the prompt or the messages of a body, as the model would read them, and if it asks
+    for them their names in the vocabulary."""
     content = read_object(raw)
+    ids = _ids_of(content, raw, reader, unknown)
+    return ids, reader.names(ids) if content.get("return_token_strs") is True else None
+
+
+def _ids_of(
+    content: Mapping[str, Any], raw: bytes, reader: PromptReader, unknown: UnknownFields
+) -> list[int]:
     if "messages" in content:
         body = read_body(raw, ChatBody, unknown)
         messages, variables = read_messages(body.messages), _template_variables(body)

@@ -154,6 +154,10 @@ class PromptReader:
         text: str = self._tokenizer.decode(ids)
         return text
 
+    def names(self, ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls the tokens ``ids``."""
+        return [self._tokenizer.id_to_token(token_id) for token_id in ids]
+
     def has_special(self, texts: Iterable[str]) -> bool:
         """Whether one of ``texts`` holds a special token, which is left out of answers."""
         return any(special in text for text in texts for special in self._special_texts)

@@ -358,7 +358,7 @@ class ToolChoice:
 
 def read_tools(body: Body) -> ToolChoice:
     """Tools and choice of a request; `ApiError` names the faulty field."""
-    choice = body.tool_choice
+    choice, allowed = _split_choice(body.tool_choice)
     has_older = body.functions and body.function_call != "none"
     if has_older or body.function_call not in (None, "none", "auto"):
         older = _read_functions(body)
@@ -381,11 +381,17 @@ def read_tools(body: Body) -> ToolChoice:
     if choice == "none":
         return ToolChoice()
     named = _named_tool(choice)
-    wanted = [each for each in tools if named is None or each.name == named]
-    if not wanted:
+    wanted = [
+        each
+        for each in tools
+        if named in (None, each.name) and (allowed is None or each.name in allowed)
+    ]
+    if not wanted or (allowed is not None and len({each.name for each in wanted}) < len(allowed)):
         raise bad_field("tool_choice", "there is no tool of that name")
     return ToolChoice(
-        given=body.tools,
+        given=[
+            each for each in body.tools if allowed is None or each["function"]["name"] in allowed
+        ],
         tools=wanted,
         must_call=named is not None or choice == "required",
         is_named=named is not None,
@@ -422,6 +428,22 @@ def _read_functions(body: Body) -> ToolChoice:
         one_call=True,
         is_older=True,
     )
+
+
+def _split_choice(choice: Any) -> tuple[Any, frozenset[str] | None]:
+    """A choice among some tools, OpenAI's ``allowed_tools``, as its mode and their names, which are
+    None for any other choice."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return choice, None
+    content = choice.get("allowed_tools")
+    content = content if isinstance(content, dict) else {}
+    mode, tools = content.get("mode"), content.get("tools")
+    if mode not in ("auto", "required"):
+        raise bad_field("tool_choice.allowed_tools.mode", "expected auto or required")
+    if not isinstance(tools, list) or not tools:
+        raise bad_field("tool_choice.allowed_tools.tools", "expected a list of at least one tool")
+    names = [_named_tool(each) for each in tools]
+    return mode, frozenset(filter(None, names))
 
 
 def _named_tool(choice: Any) -> str | None:

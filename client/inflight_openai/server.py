@@ -102,8 +102,8 @@ def _first_signal(callback: Callable[[], None]) -> Iterator[None]:
 
 @asynccontextmanager
 async def serving(app: OpenAIApp) -> AsyncIterator[Sequence[socket.socket]]:
-    """Serve ``app`` on the sockets until the block ends. Then accept no more connections, let
-    running requests finish for the drain time, end the others, and close."""
+    """Serve ``app`` on the sockets until the block ends. Then let running requests finish for the
+    drain time, while new ones are told that it stops, end the others, and close."""
     settings = app.settings
     config = uvicorn.Config(
         app.asgi(),
@@ -123,8 +123,8 @@ async def serving(app: OpenAIApp) -> AsyncIterator[Sequence[socket.socket]]:
     try:
         yield sockets
     finally:
-        server.should_exit = True
         await app.admission.close(settings.drain_seconds)
+        server.should_exit = True  # not before: it listens no longer then
         await task
 
 

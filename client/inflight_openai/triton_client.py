@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import re
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -22,7 +24,7 @@ from inflight_client.headers import checked_headers
 from inflight_client.options import Request, Response, question, question_about
 from inflight_openai.errors import ApiError, from_server
 from inflight_openai.generation import GenerationRequest
-from inflight_protocol import LLM_MODEL_NAME, LORA_REQUESTS
+from inflight_protocol import HISTOGRAMS, LLM_MODEL_NAME, LORA_REQUESTS, OLDER_NAMES
 
 _logger = logging.getLogger(__name__)
 
@@ -182,7 +184,7 @@ class MetricsPage:
         self.url = url
         self._lock = asyncio.Lock()
 
-    async def read(self) -> tuple[bytes, str]:
+    async def read(self) -> tuple[str, str]:
         """The page and its content type; `ApiError` without its address if there is none."""
         if not self.url:
             raise ApiError(404, "the metrics of the inference server are not shown here")
@@ -201,10 +203,48 @@ class MetricsPage:
         if page.status_code != httpx.codes.OK:
             message = f"the metrics page of the inference server answers {page.status_code}"
             raise ApiError(502, message)
-        return page.content, page.headers.get("Content-Type", "text/plain")
+        return page.text, page.headers.get("Content-Type", "text/plain")
 
 
-def with_lora_requests(page: bytes, labels: Mapping[str, str]) -> bytes:
+_OF_HISTOGRAM = re.compile(
+    rf"(# (?:HELP|TYPE) )?({'|'.join(each.name for each in HISTOGRAMS)})_(bucket|sum|count)\b"
+)
+
+
+_BOUND = re.compile(r'\ble="([^"]*)"')
+
+
+def with_histograms(page: str) -> str:
+    """A metrics page of Triton, whose three counters for each of `HISTOGRAMS` are one histogram,
+    also under the names of `OLDER_NAMES`."""
+    others: list[str] = []
+    found: dict[str, list[str]] = {}
+    for line in page.splitlines():
+        if (series := _OF_HISTOGRAM.match(line)) is None:
+            others.append(line)
+            continue
+        comment, name, part = series.groups()
+        lines = found.setdefault(name, [])
+        if comment is None:
+            lines.append(line)
+        elif part == "bucket":  # one name, meaning and type for the three
+            text = line[series.end() :]
+            lines.append(comment + name + (" histogram" if "TYPE" in comment else text))
+    for lines in found.values():
+        lines.sort(key=_place)
+    for name, older in OLDER_NAMES.items():
+        if name in found:
+            found[older] = [line.replace(name, older, 1) for line in found[name]]
+    return "".join(f"{line}\n" for lines in (others, *found.values()) for line in lines)
+
+
+def _place(line: str) -> tuple[bool, float]:
+    """Of a line among those of its histogram: what it is comes first, buckets in rising order."""
+    bound = _BOUND.search(line)
+    return not line.startswith("#"), math.inf if bound is None else float(bound[1])
+
+
+def with_lora_requests(page: str, labels: Mapping[str, str]) -> str:
     """A metrics page with the series `LORA_REQUESTS`, if there are ``labels``."""
     if not labels:
         return page
@@ -218,7 +258,7 @@ def with_lora_requests(page: bytes, labels: Mapping[str, str]) -> bytes:
         f"# TYPE {LORA_REQUESTS} gauge",
         f"{LORA_REQUESTS}{{{series}}} {time.time():.3f}",
     ]
-    return page.rstrip(b"\n") + "".join(f"\n{line}" for line in lines).encode() + b"\n"
+    return page.rstrip("\n") + "".join(f"\n{line}" for line in lines) + "\n"
 
 
 def encode_calls(

@@ -192,9 +192,18 @@ V1_METRICS: tuple[MetricFamilySpec, ...] = tuple(
 # takes one observation at a time, and a server makes thousands of tokens in a second.
 
 _MODEL_NAME = "model_name"
-_SECONDS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
-    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+_FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+# vLLM's begin with 10 ms here, and with 0.3 s below: a small model has passed these long before.
+_GAP_SECONDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0),
+    *(15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
@@ -231,19 +240,36 @@ def _gauge(name: str, key: str, meaning: str) -> MetricFamilySpec:
 
 
 HISTOGRAMS = (
-    HistogramSpec("vllm:time_to_first_token_seconds", _SECONDS, "From arrival to the first token"),
-    HistogramSpec("vllm:inter_token_latency_seconds", _SECONDS, "Between two tokens of a request"),
-    HistogramSpec("vllm:request_queue_time_seconds", _SECONDS, "From arrival to the first step"),
-    HistogramSpec("vllm:e2e_request_latency_seconds", _SECONDS, "From arrival to the end"),
+    HistogramSpec(
+        "vllm:time_to_first_token_seconds", _FIRST_TOKEN_SECONDS, "From arrival to the first token"
+    ),
+    HistogramSpec(
+        "vllm:inter_token_latency_seconds", _GAP_SECONDS, "Between two tokens of a request"
+    ),
+    HistogramSpec(
+        "vllm:request_queue_time_seconds", _REQUEST_SECONDS, "From arrival to the first step"
+    ),
+    HistogramSpec("vllm:e2e_request_latency_seconds", _REQUEST_SECONDS, "From arrival to the end"),
     HistogramSpec("vllm:request_prompt_tokens", _TOKENS, "Tokens of a prompt"),
     HistogramSpec("vllm:request_generation_tokens", _TOKENS, "Tokens of an answer"),
     HistogramSpec(
-        "vllm:request_prefill_time_seconds", _SECONDS, "From the first step to the first token"
+        "vllm:request_prefill_time_seconds",
+        _REQUEST_SECONDS,
+        "From the first step to the first token",
     ),
     HistogramSpec(
-        "vllm:request_decode_time_seconds", _SECONDS, "From the first token to the last one"
+        "vllm:request_decode_time_seconds", _REQUEST_SECONDS, "From the first token to the last one"
+    ),
+    HistogramSpec(
+        "vllm:request_inference_time_seconds", _REQUEST_SECONDS, "From the first step to the end"
     ),
 )
+OLDER_NAMES = {
+    "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
+    "vllm:request_generation_tokens": "vllm:request_max_num_generation_tokens",
+}
+"""Of a histogram -> the name that dashboards of earlier versions know; on the metrics page of
+OpenAI's side."""
 SUCCESSES = _counter(
     "vllm:request_success_total",
     "Requests that have ended without an error, by what ended them",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -13,12 +14,14 @@ from importlib.metadata import EntryPoint, version
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typer
 from client.conftest import Local
 from typer.testing import CliRunner
 
 from inflight_client.cli import add_plugins, app
+from inflight_client.terminal.chat import Chat, Conversation
 
 COMMAND = [sys.executable, "-m", "inflight_client.cli"]
 WAIT_SECONDS = 60.0
@@ -33,11 +36,44 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
+def test_chat_keeps_thoughts_out_of_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are shown; a message that was refused is not kept, and tells by the exit code."""
+    bodies: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        if len(bodies) == 2:
+            return httpx.Response(400, json={"error": {"message": "no"}})
+        deltas = [
+            {"reasoning_content": "Hm"},
+            {"reasoning": "."},
+            {"content": "A"},
+            {"content": "B"},
+        ]
+        events = [json.dumps({"choices": [{"delta": each}]}) for each in deltas]
+        return httpx.Response(
+            200, text="".join(f"data: {each}\n\n" for each in [*events, "[DONE]"])
+        )
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n"))
+    shown: list[str] = []
+    told: list[str] = []
+    client = httpx.Client(base_url="http://x", transport=httpx.MockTransport(answer))
+    assert not Chat(client, Conversation("m"), shown.append, told.append).run()
+    assert "".join(shown) == "Hm.\n\nAB\n" * 2
+    assert "error: no" in told
+    said = [(each["role"], each["content"]) for each in bodies[-1]["messages"]]
+    assert said == [("user", "one"), ("assistant", "AB"), ("user", "three")]
+
+
 def test_generate_prints_the_text(local: Local) -> None:
     done = run("generate", "count", "--max-tokens", "4", *server_options(local))
 
     assert (done.exit_code, done.stdout, done.stderr) == (0, " 1 2 3 4\n", "")
     assert local.triton.arrivals[0].values["stream"] is True
+    done = run("generate", "count", "--max-tokens=4", "--json", *server_options(local))
+    told = json.loads(done.stdout)
+    assert (told["text"], told["finish"]) == (" 1 2 3 4", "length")
 
 
 def test_a_guide_is_a_kind_or_a_kind_with_a_file(local: Local, tmp_path: Path) -> None:

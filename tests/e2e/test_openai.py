@@ -570,8 +570,9 @@ def test_usage_tells_how_much_of_a_prompt_was_cached(client: Any) -> None:
 def test_tokens_of_a_text_and_back(front: FrontProcess) -> None:
     with httpx.Client(base_url=front.url, trust_env=False) as http:
         for body in ({"prompt": "1 2 3"}, {"messages": QUESTION["messages"]}):
-            told = http.post("/tokenize", json=body).json()
-            assert told["count"] == len(told["tokens"]) > 3
+            told = http.post("/tokenize", json={**body, "return_token_strs": True}).json()
+            assert told["count"] == len(told["tokens"]) == len(told["token_strs"]) > 3
+            assert "1" in told["token_strs"]
             text = http.post("/detokenize", json={"tokens": told["tokens"]}).json()["prompt"]
             assert text.startswith("1 2")
         wrong = http.post("/detokenize", json={"tokens": [10**6]})

@@ -159,6 +159,31 @@ def test_the_playground_stops_its_answer(
         expect(page.locator("#number-requests")).to_have_text("0 / 0 / 0")
 
 
+def test_what_was_not_answered_is_in_no_conversation(browser: Browser, page_url: str) -> None:
+    """A message that was refused comes back to be changed; a new chat begins empty at any time."""
+    with opened(browser, page_url + "#playground") as page:
+        bodies: list[Any] = []
+        page.on(
+            "request",
+            lambda each: bodies.append(each.post_data_json) if each.post_data else None,
+        )
+        page.route(
+            "**/v1/chat/completions", lambda route: route.fulfill(json={}, status=200), times=1
+        )
+        has_come(page)
+        say(page, "1 2")
+        expect(page.get_by_label("Your message")).to_have_value("1 2")
+        page.get_by_label("Maximum tokens").fill(str(ENDLESS))
+        expect(say(page, "3 4")).to_contain_text("9")
+        page.get_by_role("button", name="New chat").click()
+        expect(page.get_by_role("button", name="Send")).to_be_enabled()
+        page.get_by_label("Maximum tokens").fill("5")
+        say(page, "5 6")
+        expect(page.get_by_role("button", name="Send")).to_be_enabled()
+        said = [[each["content"] for each in body["messages"]] for body in bodies]
+        assert said == [["1 2"], ["3 4"], ["5 6"]]
+
+
 def test_the_last_minutes_under_other_settings(
     browser: Browser, page_url: str, server: ServeProcess
 ) -> None:

@@ -56,7 +56,7 @@ def test_chat_into_a_pipe(front: FrontProcess, tmp_path: Path) -> None:
         "never sent",
     ]
     done = run("chat", f"--url={front.url}/v1", typed="\n".join(lines))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr  # one was refused
     first, second = done.stdout.splitlines()
     assert first.strip().startswith("5 6")
     assert second.strip().startswith("8 9")
@@ -117,6 +117,11 @@ def test_top_shows_numbers_and_requests(server: ServeProcess) -> None:
         assert word in done.stdout
     answer = json.loads(run("top", "--once", "--json", f"--url={server.grpc_url}").stdout)
     assert answer["requests"] == []
+    command = [str(Path(sys.executable).parent / "inflight"), "top", f"--url={server.grpc_url}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as piped:
+        assert piped.stdout is not None
+        assert json.loads(piped.stdout.readline())["requests"] == []
+        piped.terminate()
 
 
 @pytest.mark.parametrize("api", ["openai", "kserve"])

@@ -30,7 +30,7 @@ from support.openai_front import (
 
 from inflight_client.errors import InvalidArgument
 from inflight_openai import app as app_module
-from inflight_openai.app import cors
+from inflight_openai.app import OpenAIApp, cors
 from inflight_openai.generation import parse_chat
 from inflight_openai.server import serving
 from inflight_openai.settings import FrontSettings
@@ -229,6 +229,8 @@ async def test_a_failure_in_mid_stream_is_an_event(
             {"Content-Encoding": "gzip"},
             200,
         ),
+        (gzip.compress(json.dumps(COMPLETION).encode()), {"Content-Encoding": "X-GZip"}, 200),
+        (json.dumps(COMPLETION).encode(), {"Content-Encoding": ""}, 200),
         (b'{"model": "demo"}', {"Content-Encoding": "gzip"}, 400),
         (json.dumps(COMPLETION).encode(), {"Content-Encoding": "br"}, 415),
         (b" " * 5000, {}, 413),
@@ -432,6 +434,10 @@ async def test_requests_that_run_at_the_drain_limit_are_told_so(
             async for line in answer.aiter_lines():
                 lines.append(line)
 
+    async def come_late(client: httpx.AsyncClient, url: str, app: OpenAIApp) -> httpx.Response:
+        await until(lambda: app.admission.is_closed)
+        return await client.post(url, json=COMPLETION)
+
     async with (
         app_of(local_grpc, drain_seconds=seconds) as app,
         httpx.AsyncClient(trust_env=False, timeout=WAIT_SECONDS) as client,
@@ -441,10 +447,14 @@ async def test_requests_that_run_at_the_drain_limit_are_told_so(
             answering = asyncio.create_task(client.post(url, json=COMPLETION))
             streaming = asyncio.create_task(stream(client, url))
             await until(lambda: lines and len(triton.arrivals) == 2)
+            late = asyncio.create_task(come_late(client, url, app)) if seconds else None
             begin = time.monotonic()
         duration = time.monotonic() - begin
         await streaming
         whole = await answering
+        if late is not None:
+            found = await late
+            assert (found.status_code, found.headers["Retry-After"]) == (503, "1")
     first, error, done = [line.removeprefix("data: ") for line in lines if line]
     assert json.loads(first)["choices"][0]["text"] == " 1"
     assert "shutting down" in json.loads(error)["error"]["message"]

@@ -62,6 +62,20 @@ def read(**fields: Any) -> GenerationRequest:
             },
         ),
         (
+            {
+                "tools": [{"type": "function", **FUNCTION}],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "function", "name": "f"}],
+                },
+            },
+            {
+                "tools": [{"type": "function", "function": FUNCTION}],
+                "tool_choice": "required",
+            },
+        ),
+        (
             {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
             {"logprobs": True, "top_logprobs": 2},
         ),

@@ -324,13 +324,19 @@ def test_strict_tools_are_guided_where_calls_are_json() -> None:
         assert part.kind == ("content" if is_guided else "call")
 
 
+def among(*names: str, mode: str = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": each}} for each in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def test_what_a_choice_of_tools_makes_of_a_request() -> None:
     assert asked(tool_choice="none") == parse(READER, dict(CHAT))
     auto = asked()
     assert auto.answer is not None
     assert "guided_decoding_guide" not in auto.values
     named = {"type": "function", "function": {"name": "g"}}
-    for choice, names in (("required", ["f", "g"]), (named, ["g"])):
+    some = among("g", mode="required")
+    for choice, names in (("required", ["f", "g"]), (named, ["g"]), (some, ["g"])):
         request = asked(tool_choice=choice)
         guide = json.loads(str(request.values["guided_decoding_guide"]))
         [tags] = guide["format"]["elements"]
@@ -338,6 +344,7 @@ def test_what_a_choice_of_tools_makes_of_a_request() -> None:
         assert tags["stop_after_first"] == (choice == named)
         assert request.guide_field == "tools"
     assert asked(tool_choice="required", parallel_tool_calls=False) != asked(tool_choice="required")
+    assert asked(tool_choice=among("g")).prompts == asked(tools=OFFERED[1:]).prompts
 
 
 @pytest.mark.parametrize(
@@ -350,6 +357,9 @@ def test_what_a_choice_of_tools_makes_of_a_request() -> None:
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "some"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
+        ({"tool_choice": among("f", "h")}, "tool_choice"),
+        ({"tool_choice": among()}, "tool_choice.allowed_tools.tools"),
+        ({"tool_choice": among("f", mode="all")}, "tool_choice.allowed_tools.mode"),
         ({"functions": [{"name": "f"}]}, "functions"),  # beside tools
         ({"tools": None, "functions": [{"parameters": {}}]}, "functions[0].name"),
         ({"tools": None, "functions": OFFERED * 400}, "functions"),

@@ -53,7 +53,7 @@ class EventCounter:
         return counts
 
 
-_FIRST, _GAP, _QUEUE, _WHOLE, _PROMPT, _ANSWER, _PREFILL, _DECODE = HISTOGRAMS
+_FIRST, _GAP, _QUEUE, _WHOLE, _PROMPT, _ANSWER, _PREFILL, _DECODE, _INFERENCE = HISTOGRAMS
 _BOUNDS = {each.name: each.buckets for each in HISTOGRAMS}
 
 _MAX_UNREAD = 65_536
@@ -218,7 +218,10 @@ class RequestTimes:
             return
         num_output = request.num_drawn_tokens - request.orig_prompt_len
         with self._lock:
-            self._observe(_WHOLE.name, time.monotonic() - arrived)
+            now = time.monotonic()
+            self._observe(_WHOLE.name, now - arrived)
+            if started_at is not None:
+                self._observe(_INFERENCE.name, now - started_at)
             if started_at is not None and first_at is not None:
                 self._observe(_PREFILL.name, first_at - started_at)
             if first_at is not None and last_at is not None:

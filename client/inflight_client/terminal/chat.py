@@ -115,16 +115,18 @@ class Chat:
         self._note = note
         self._is_terminal = sys.stdin.isatty()
         self._typed: list[str] = []  # while an answer came
+        self._num_failed = 0
 
-    def run(self) -> None:
-        """Until the end of the input, or ``/quit``."""
+    def run(self) -> bool:
+        """Until the end of the input, or ``/quit``; False if a message was not answered."""
         if self._is_terminal:
             self._note(f"{self._conversation.model}; /help tells the commands, Ctrl-D ends")
         for text in self._texts():
             if not text.startswith("/"):
                 self._say(text)
             elif not self._obey(text):
-                return
+                break
+        return not self._num_failed
 
     def _obey(self, text: str) -> bool:
         """Carry out a command; False for the end."""
@@ -155,7 +157,6 @@ class Chat:
         try:
             for piece in self._stream(answer):
                 answer.first_at = answer.first_at or time.monotonic()
-                answer.text += piece
                 self._write(piece)
                 if self._wants_stop():
                     answer.is_stopped = True
@@ -164,6 +165,7 @@ class Chat:
             answer.is_stopped = True
         except InflightError as error:
             messages.pop()
+            self._num_failed += 1
             self._note(f"error: {error}")
             return
         self._write("\n")
@@ -230,6 +232,7 @@ class Answer:
     """One answer as it comes."""
 
     text: str = ""
+    is_thinking: bool = False
     first_at: float = 0.0
     num_pieces: int = 0
     num_tokens: int = 0
@@ -237,16 +240,22 @@ class Answer:
     is_stopped: bool = False
 
     def read(self, event: Mapping[str, Any]) -> Iterator[str]:
-        """The text of an event: thoughts as well."""
+        """What an event shows: thoughts, too, which are no part of the conversation."""
         if usage := event.get("usage"):
             self.num_tokens = usage["completion_tokens"]
         for choice in event.get("choices", ())[:1]:
             self.reason = choice.get("finish_reason") or self.reason
             delta = choice.get("delta", {})
-            for piece in (delta.get("reasoning_content"), delta.get("content")):
-                if piece:
-                    self.num_pieces += 1
-                    yield piece
+            thoughts = delta.get("reasoning_content") or delta.get("reasoning")
+            for piece, is_thought in ((thoughts, True), (delta.get("content"), False)):
+                if not piece:
+                    continue
+                self.num_pieces += 1
+                if self.is_thinking and not is_thought:
+                    yield "\n\n"
+                self.is_thinking = is_thought
+                self.text += "" if is_thought else piece
+                yield piece
 
     def summary(self, start: float) -> str:
         """How many tokens there were, how fast, and how it ended."""
@@ -254,7 +263,7 @@ class Answer:
         parts = [f"{num_tokens} token{'' if num_tokens == 1 else 's'}"]
         if self.first_at:
             seconds = time.monotonic() - self.first_at
-            if self.num_pieces > 1 and seconds > 0:  # a busy server sends several tokens at once
+            if self.num_pieces > 1 and seconds > 0.05:  # a busy server sends several tokens at once
                 num_later = num_tokens * (1 - 1 / self.num_pieces)
                 parts.append(f"{num_later / seconds:.1f} tokens/s")
             parts.append(f"first after {(self.first_at - start) * 1e3:.0f} ms")

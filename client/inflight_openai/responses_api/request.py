@@ -68,10 +68,7 @@ def _chat(content: Mapping[str, Any]) -> dict[str, Any]:
     chat["messages"] = _messages(content)
     if tools := content.get("tools"):
         chat["tools"] = _tools(tools)
-        choice = content.get("tool_choice")
-        is_named = isinstance(choice, dict) and choice.get("type") == "function"
-        name = choice.get("name") if is_named and isinstance(choice, dict) else None
-        chat["tool_choice"] = {"type": "function", "function": {"name": name}} if name else choice
+        chat["tool_choice"] = _choice(content.get("tool_choice"))
     text = content.get("text")
     form = text.get("format") if isinstance(text, dict) else None
     if isinstance(form, dict) and form.get("type") == "json_schema":
@@ -81,6 +78,19 @@ def _chat(content: Mapping[str, Any]) -> dict[str, Any]:
     if _LOG_PROBS in include or content.get("top_logprobs"):
         chat["logprobs"] = True
     return chat
+
+
+def _choice(choice: Any) -> Any:
+    """A choice of tools as chats have it: what names a function is in an object of its own."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        tools = list(map(_choice, tools)) if isinstance(tools, list) else tools
+        content = {"mode": choice.get("mode"), "tools": tools}
+        return {"type": "allowed_tools", "allowed_tools": content}
+    name = choice.get("name") if choice.get("type") == "function" else None
+    return {"type": "function", "function": {"name": name}} if name else choice
 
 
 def _tools(tools: Any) -> Any:

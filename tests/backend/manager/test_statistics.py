@@ -27,6 +27,8 @@ from inflight_backend.manager.statistics import RequestTimes
 from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
 from inflight_protocol import METRICS
 from inflight_scheduler import FinishReason, LlmRequest, ScheduledBatch, TrtGptModelType
+from inflight_scheduler.batch import SlotSetup
+from inflight_scheduler.sampling import SamplingParams
 
 V1 = TrtGptModelType.V1
 
@@ -162,18 +164,21 @@ def test_times_of_requests_become_histograms(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(time, "monotonic", lambda: now)
     times, one = RequestTimes(), LlmRequest(7, [5, 6, 7], 2)
     times.arrived(7, 9_000_000_000)
+    begun = ScheduledBatch(1, setups=(SlotSetup(0, 7, SamplingParams()),))
     for seconds, num_paused in ((0.0, 0), (0.03, 1)):
         now += seconds
         one.add_new_token(5)
-        times.stepped(ScheduledBatch(1), [one], num_paused)
+        times.stepped(begun, [one], num_paused)
     one.finish(FinishReason.LENGTH)
     times.ended(one, "")
     found = times.take()
     first = found["vllm:time_to_first_token_seconds_bucket"]
-    assert {float(bound) for bound in first} == {1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, math.inf}
+    bounds = list(map(float, first))
+    assert (bounds[:2], bounds[-2:]) == ([1, 2.5], [2560, math.inf])
     assert set(first.values()) == {1}
-    assert min(map(float, found["vllm:inter_token_latency_seconds_bucket"])) == 0.04
+    assert min(map(float, found["vllm:inter_token_latency_seconds_bucket"])) == 0.05
     assert found["vllm:inter_token_latency_seconds_sum"][""] == pytest.approx(0.03)
+    assert found["vllm:request_inference_time_seconds_sum"][""] == pytest.approx(0.03)
     assert found["vllm:request_success_total"] == {"length": 1}
     assert found["vllm:generation_tokens_total"] == {"": 2}
     assert found["vllm:num_preemptions_total"] == {"": 1}

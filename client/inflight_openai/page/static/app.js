@@ -124,6 +124,7 @@ async function start() {
     now.update();
     lanes.update();
     blocks.update();
+    whatif.update();
   });
   live.run();
 }

@@ -96,7 +96,8 @@ export class Playground {
     if (this.running || !text.trim()) return;
     this.prompt.value = "";
     const body = { ...this.body(text), stream: true, stream_options: { include_usage: true } };
-    this.messages.push({ role: "user", content: text });
+    const messages = this.messages; // of this chat: a new one may begin before the answer ends
+    messages.push({ role: "user", content: text });
     this.add("You", text);
     const answer = this.add(body.model);
     const found = { text: "", thoughts: "", id: "", tokens: 0, reason: "" };
@@ -124,7 +125,12 @@ export class Playground {
       if (!isStopped) answer.message.classList.add("failed");
       answer.message.append(element("small", { class: "quiet" }, isStopped ? " … (stopped)" : error.message));
     }
-    this.messages.push({ role: "assistant", content: found.text });
+    if (found.text || found.thoughts) {
+      messages.push({ role: "assistant", content: found.text });
+    } else {
+      messages.pop(); // never answered: the model should not see it twice
+      this.prompt.value ||= text;
+    }
     if (found.id) this.addLink(answer.message, found.id);
     this.running = null;
     this.setBusy(false);

@@ -32,12 +32,15 @@ export class WhatIf {
 
   show(isShown) {
     this.isShown = isShown;
-    const settings = this.live.settings;
-    if (isShown && settings) {
-      this.get("blocks").placeholder = settings.num_blocks;
-      this.get("batch").placeholder = settings.max_batch_size;
-    }
+    this.update();
     this.draw();
+  }
+
+  update() {
+    const settings = this.live.settings;
+    if (!this.isShown || !settings) return;
+    this.get("blocks").placeholder = settings.num_blocks;
+    this.get("batch").placeholder = settings.max_batch_size;
   }
 
   async ask() {
