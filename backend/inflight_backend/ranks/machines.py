@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.log import get_logger
@@ -24,6 +25,8 @@ from inflight_backend.models.parallel.place import MAX_RANKS
 JOIN_SECONDS = 300.0
 """How long machines wait for one another: names may resolve late, and images be fetched first."""
 DEFAULT_PORT = 29500
+_NAME_SECONDS = 60.0
+"""How long the first machine waits until its own name, which may be that of a pod, is known."""
 _RETRY_SECONDS = 0.5
 _LOOK_SECONDS = 0.1
 _CONNECT_SECONDS = 5.0
@@ -68,7 +71,8 @@ class Machines:
     def listening(self) -> Iterator[socket.socket]:
         """On the first machine, for `accept`."""
         try:
-            listener = socket.create_server((self.host, self.port), backlog=MAX_RANKS)
+            family, address = self._own_address()
+            listener = socket.create_server(address, family=family, backlog=MAX_RANKS)
         except OSError as error:
             raise ConfigurationError(
                 f"rank_address = '{self.host}:{self.port}': {error.strerror}; it must be an "
@@ -76,6 +80,20 @@ class Machines:
             ) from None
         with listener:
             yield listener
+
+    def _own_address(self) -> tuple[int, tuple[Any, ...]]:
+        """Family and address of ``host``, IPv4 if it has one."""
+        deadline = time.monotonic() + _NAME_SECONDS
+        while True:
+            try:
+                found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            except socket.gaierror:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+                continue
+            family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+            return family, address
 
 
 def watch_link(connection: socket.socket) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from inflight_backend.models.parallel.collectives import GroupCollectives
 from inflight_backend.models.parallel.place import Place
-from inflight_backend.models.parallel.shared_memory import SharedMemory
 
 NUM_ROUNDS = 40
 
@@ -23,15 +23,20 @@ def part_of(rank: int, round_number: int, num_rows: int, dtype: torch.dtype) -> 
     return (numbers + 3 * rank + round_number % 5).to(dtype)
 
 
-def run_rank(rank: int, size: int, folder: Path, *, shares_memory: bool) -> None:
-    """Everything, in rows that need one piece of the memory and several."""
+def fail(*_: object) -> None:
+    raise OSError
+
+
+def run_rank(rank: int, size: int, folder: Path, fails: str, where: int) -> None:
+    """Everything, in rows that need one piece of the memory and several. ``fails``: a function of
+    `os` that rank ``where`` does not have."""
     torch.set_num_threads(1)
     store = FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    if not shares_memory:  # as on two machines
-        setattr(SharedMemory, "meet", lambda place, group: None)  # noqa: B010
+    if rank == where:
+        setattr(os, fails, fail)
     ranks = GroupCollectives(Place(rank, size))
-    assert (ranks._memory is not None) == shares_memory
+    assert (ranks._memory is None) == bool(fails)
     for number in range(NUM_ROUNDS):
         dtype = (torch.float32, torch.bfloat16)[number % 2]
         num_rows = (1, 64, 6_000, 0)[number % 4]
@@ -47,12 +52,16 @@ def run_rank(rank: int, size: int, folder: Path, *, shares_memory: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "gloo"])
-def test_sums_and_what_else_is_told(tmp_path: Path, *, shares_memory: bool) -> None:
+@pytest.mark.parametrize(
+    ("fails", "where"),
+    [("", -1), ("memfd_create", 0), ("readlink", 1)],
+    ids=["memory", "a sandbox", "two machines"],
+)
+def test_sums_and_what_else_is_told(tmp_path: Path, fails: str, where: int) -> None:
+    """By gloo where there is no memory for all of them."""
     context = multiprocessing.get_context("spawn")
-    options = {"shares_memory": shares_memory}
     ranks = [
-        context.Process(target=run_rank, args=(rank, 3, tmp_path), kwargs=options)
+        context.Process(target=run_rank, args=(rank, 3, tmp_path, fails, where))
         for rank in range(3)
     ]
     for each in ranks:

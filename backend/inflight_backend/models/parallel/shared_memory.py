@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -25,6 +24,7 @@ from inflight_kernels.cpu.threads import is_available
 _PART_BYTES = 1 << 20
 """What a rank tells the others at once. It has two such places and writes them in turn, so that
 nobody still reads what it writes."""
+_FILE_NAME = "inflight ranks"
 _TOKEN_BYTES = 64
 """At the beginning, for the number by which a rank knows that it has found the right memory."""
 
@@ -50,24 +50,22 @@ class SharedMemory:
             return None
         from inflight_kernels.cpu.barrier import page_size
 
-        size, memory = place.tensor_size, None
+        size = place.tensor_size
         num_bytes = _TOKEN_BYTES + page_size(size) + 2 * size * _PART_BYTES
         first = place.stage * size
-        note = torch.zeros(3, dtype=torch.int64)
-        own_file = None
+        own_file, memory, note = None, None, torch.zeros(3, dtype=torch.int64)
         if place.rank == first:
-            own_file, token = os.memfd_create("inflight ranks"), secrets.randbits(62)
-            os.ftruncate(own_file, num_bytes)
-            memory = mmap.mmap(own_file, num_bytes)
-            memory[:8] = token.to_bytes(8, "little")
-            note = torch.tensor([os.getpid(), own_file, token])
+            with suppress(OSError):  # a sandbox may have no such files
+                own_file, memory = _create(num_bytes)
+                token = int.from_bytes(memory[:8], "little")
+                note = torch.tensor([os.getpid(), own_file, token])
         dist.broadcast(note, first, group=group)
-        if memory is None:
+        if place.rank != first:
             process, file, token = note.tolist()
             memory = _find(process, file, token, num_bytes)
         is_shared = _agree(memory is not None, group)
         if own_file is not None:
-            os.close(own_file)
+            os.close(own_file)  # the memory stays, for as long as somebody has it
         return cls(memory, place) if is_shared and memory is not None else None
 
     def exchange(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -95,16 +93,30 @@ def _agree(is_so: bool, group: Any) -> bool:
     return bool(number)
 
 
+def _create(num_bytes: int) -> tuple[int, mmap.mmap]:
+    """Memory of zeros behind a random token, and the file by which others find it; `OSError`."""
+    file = os.memfd_create(_FILE_NAME)
+    try:
+        os.ftruncate(file, num_bytes)
+        memory = mmap.mmap(file, num_bytes)
+    except OSError:
+        os.close(file)
+        raise
+    memory[:8] = secrets.randbits(62).to_bytes(8, "little")
+    return file, memory
+
+
 def _find(process: int, file: int, token: int, num_bytes: int) -> mmap.mmap | None:
     """The memory that another process has open as ``file``, if it is on this machine."""
+    path = f"/proc/{process}/fd/{file}"
     with suppress(OSError, ValueError):
-        found = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not os.readlink(path).startswith(f"/memfd:{_FILE_NAME}"):
+            return None  # a number means another process in another container
+        found = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            status = os.fstat(found)
-            if stat.S_ISREG(status.st_mode) and status.st_size == num_bytes:
-                memory = mmap.mmap(found, num_bytes)
-                if int.from_bytes(memory[:8], "little") == token:
-                    return memory
+            memory = mmap.mmap(found, num_bytes)
         finally:
             os.close(found)
+        if int.from_bytes(memory[:8], "little") == token:
+            return memory
     return None
