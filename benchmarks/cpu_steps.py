@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("backend", "scheduler", "kernels", "client", "benchmarks")
 
-# Keys of a Llama's config.json; the vocabulary comes first.
+# Keys of config.json, of a Llama unless it says otherwise.
 MODELS: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": {
         "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536,
@@ -42,6 +42,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "TinyLlama-1.1B": {
         "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632,
         "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
+    },
+    "Gemma-3-270M": {
+        "model_type": "gemma3_text", "vocab_size": 262_144, "hidden_size": 640,
+        "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "tie_word_embeddings": True,
+    },
+    "Pythia-160M": {
+        "model_type": "gpt_neox", "vocab_size": 50_304, "hidden_size": 768,
+        "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    },
+    "Granite-3.1-1B-A400M": {
+        "model_type": "granitemoe", "vocab_size": 49_152, "hidden_size": 1024,
+        "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 8,
+        "tie_word_embeddings": True,
     },
 }  # fmt: skip
 # Engine of a row: whether it is this checkout, and the settings of its process.
@@ -128,10 +143,10 @@ def _measure(options: argparse.Namespace, folder: Path) -> Iterator[_Row]:
 
 def _write_checkpoint(model: str, folder: Path) -> None:
     sys.path[:0] = [str(ROOT / "benchmarks")]
-    from random_llama import random_llama
+    from random_llama import random_model
 
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    random_llama(**MODELS[model]).save_pretrained(folder)
+    random_model(**{"model_type": "llama", **MODELS[model]}).save_pretrained(folder)
 
 
 def _start(
