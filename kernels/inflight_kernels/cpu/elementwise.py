@@ -129,9 +129,9 @@ def add_norm_stage(
 
 def activate_stage(x: Tensor, kind: str, out: Tensor) -> Stage:
     """`activate`, with a gate if x is twice as wide as ``out``."""
-    size = out.shape[1]
-    numbers = (len(out), x.data_ptr(), out.data_ptr(), size, _KINDS.index(kind), x.shape[1] > size)
-    return Stage(_activate_kernel(out.dtype == torch.bfloat16), numbers)
+    size, is_bfloat16 = out.shape[1], out.dtype == torch.bfloat16
+    numbers = (len(out), x.data_ptr(), out.data_ptr(), size, x.shape[1] > size, is_bfloat16)
+    return Stage(_activate_kernel(kind), numbers)
 
 
 def quantize_stage(x: Tensor, numbers: Tensor, scales: Tensor) -> Stage:
@@ -255,8 +255,6 @@ def _norm_kernel(is_bfloat16: bool) -> Kernel:
     return Kernel(_norm_bfloat16 if is_bfloat16 else _norm_float32, 14, 2)
 
 
-_KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-"""Of activations, by the numbers that kernels have for them."""
 _ENOUGH = np.float32(12.0)
 """From here on, on both sides, GELU is x or 0 to more places than float32 has."""
 
@@ -302,65 +300,82 @@ def _relu2(x):
     return _relu(x) * _relu(x)
 
 
-def _make_row(function):
-    """A kernel of a row for that function: code that took it as an argument could not be kept."""
+def _make_rows(activate):
+    """The rows of both types by one function: code that took it as an argument could not be
+    kept."""
 
     @njit(**FAST)
-    def activate_row(x, up, is_gated, out, like):
+    def run_row(x, up, is_gated, out, like):
         if is_gated:
             for i in range(len(out)):
-                put(out, i, rounded(function(get(x, i)), like) * get(up, i))
+                put(out, i, rounded(activate(get(x, i)), like) * get(up, i))
         else:
             for i in range(len(out)):
-                put(out, i, function(get(x, i)))
+                put(out, i, activate(get(x, i)))
 
-    return activate_row
+    @njit(**FAST)
+    def run(pointer, size, like):
+        """``size``: bytes of a number like ``like``."""
+        numbers = carray(pointer, 8, types.int64)
+        num_rows, dim, is_gated = numbers[2], numbers[5], numbers[6] != 0
+        while True:
+            row = take_next(numbers.ctypes.data)
+            if row >= num_rows:
+                break
+            width = dim * size
+            start = numbers[3] + row * width * (2 if is_gated else 1)
+            # Without a gate nothing is read from behind the row.
+            x, up = array_at(start, dim, like), array_at(start + width, dim, like)
+            run_row(x, up, is_gated, array_at(numbers[4] + row * width, dim, like), like)
+            finish_piece(numbers.ctypes.data)
+        return num_rows
+
+    @njit(**FAST)
+    def run_of_type(pointer):
+        if carray(pointer, 8, types.int64)[7] != 0:
+            return run(pointer, 2, np.uint16(0))
+        return run(pointer, 4, np.float32(0))
+
+    return run_of_type
 
 
-_silu_row, _gelu_row, _gelu_tanh_row, _relu_row, _relu2_row = map(
-    _make_row, (_silu, _gelu, _gelu_tanh, _relu, _relu2)
+_silu_rows, _gelu_rows, _gelu_tanh_rows, _relu_rows, _relu2_rows = map(
+    _make_rows, (_silu, _gelu, _gelu_tanh, _relu, _relu2)
 )
 
 
-@njit(**FAST)
-def _activate_rows(pointer, size, like):
-    """``size``: bytes of a number like ``like``."""
-    numbers = carray(pointer, 8, types.int64)
-    num_rows, dim, kind, is_gated = numbers[2], numbers[5], numbers[6], numbers[7] != 0
-    while True:
-        row = take_next(numbers.ctypes.data)
-        if row >= num_rows:
-            break
-        width = dim * size
-        start = numbers[3] + row * width * (2 if is_gated else 1)
-        # Without a gate nothing is read from behind the row.
-        x, up = array_at(start, dim, like), array_at(start + width, dim, like)
-        out = array_at(numbers[4] + row * width, dim, like)
-        if kind == 0:
-            _silu_row(x, up, is_gated, out, like)
-        elif kind == 1:
-            _gelu_row(x, up, is_gated, out, like)
-        elif kind == 2:
-            _gelu_tanh_row(x, up, is_gated, out, like)
-        elif kind == 3:
-            _relu_row(x, up, is_gated, out, like)
-        else:
-            _relu2_row(x, up, is_gated, out, like)
-        finish_piece(numbers.ctypes.data)
-    return num_rows
+def _run_silu(pointer):
+    return _silu_rows(pointer)
 
 
-def _activate_float32(pointer):
-    return _activate_rows(pointer, 4, np.float32(0))
+def _run_gelu(pointer):
+    return _gelu_rows(pointer)
 
 
-def _activate_bfloat16(pointer):
-    return _activate_rows(pointer, 2, np.uint16(0))
+def _run_gelu_tanh(pointer):
+    return _gelu_tanh_rows(pointer)
+
+
+def _run_relu(pointer):
+    return _relu_rows(pointer)
+
+
+def _run_relu2(pointer):
+    return _relu2_rows(pointer)
+
+
+_ACTIVATIONS = {
+    "silu": _run_silu,
+    "gelu": _run_gelu,
+    "gelu_tanh": _run_gelu_tanh,
+    "relu": _run_relu,
+    "relu2": _run_relu2,
+}
 
 
 @cache
-def _activate_kernel(is_bfloat16: bool) -> Kernel:
-    return Kernel(_activate_bfloat16 if is_bfloat16 else _activate_float32, 6)
+def _activate_kernel(kind: str) -> Kernel:
+    return Kernel(_ACTIVATIONS[kind], 6)
 
 
 @njit(**FAST)
