@@ -61,14 +61,6 @@ def _field(name: str) -> str:
     return name.replace(" ", "_").replace(".", "_")
 
 
-def _cpu_steps(result: Result) -> Iterator[Result]:
-    for row in result["medians"]:
-        for phase in ("prefill_ms", "decode_ms"):
-            before = row[phase]["before"]
-            row[phase]["over"] = {name: before / each for name, each in row[phase].items()}
-        yield row
-
-
 def _scheduler(result: Result) -> Iterator[Result]:
     cases: dict[tuple[Any, ...], Result] = {}
     for row in result["rows"]:
@@ -97,7 +89,6 @@ ROWS: dict[str, Callable[[Result], Iterable[Result]]] = {
     "cpu_engine": _cpu_engine,
     "cpu_engine_experts": _cpu_engine,
     "cpu_engine_peers": _cpu_engine,
-    "cpu_steps": _cpu_steps,
     "scheduler": _scheduler,
     "idle": _idle,
 }

@@ -122,7 +122,7 @@ def allotted_time(prompt: str) -> Question:
     def is_right(answer: Answer) -> bool:
         return is_cut(prompt, answer.text, 2000) and _reason(answer) == b"timed_out"
 
-    values = _asked(prompt, 2000, allotted_time_ms=2000, return_finish_reason=True)
+    values = _asked(prompt, 2000, allotted_time_ms=300, return_finish_reason=True)
     return Question(values, is_right, may_be_late=True)
 
 

@@ -34,12 +34,14 @@ from inflight_backend.models.checkpoint_files import has_weights, read_weight_he
 from inflight_backend.models.config import (
     CacheLayout,
     ModelConfig,
+    MoeConfig,
     make_cache_layout,
     state_shapes,
 )
 from inflight_backend.models.families.registry import read_model
 from inflight_backend.models.parallel.shards import local_model, local_parameters
 from inflight_backend.models.parameters import (
+    ENCODER,
     ParameterSpec,
     check_weights,
     decoder_parameters,
@@ -339,6 +341,7 @@ class MemoryPlan:
     ``kv_bytes_per_token`` is what a token takes in all layers. A block holds tokens of one group of
     layers, and ``windows`` are those of the groups (`CacheLayout`).
     ``num_snapshots`` of states, and those of the slots, are in ``slot_bytes`` (None: no states).
+    ``token_bytes`` of the weights are read for a token of a request alone: no step is faster.
     ``adapter_pages`` (None: there are none on this device), each of ``page_bytes``;
     ``table_bytes`` are the table of the rotary embedding, ``slot_bytes`` are kept for the slots
     beside the pool, ``step_bytes`` are what a step of ``max_num_tokens``
@@ -358,6 +361,7 @@ class MemoryPlan:
     num_parameters: int
     file_bytes: int | None
     weight_bytes: int
+    token_bytes: int
     table_bytes: int
     slot_bytes: int
     step_bytes: int
@@ -429,7 +433,8 @@ def make_plan(
     if headers is not None:
         check_weights(model, headers)
     place = config.place(0)
-    weight_bytes = _weight_bytes(local_parameters(model, place), config)
+    specs = local_parameters(model, place)
+    weight_bytes, token_bytes = _weight_bytes(specs, config), _token_bytes(specs, config, model)
     num_parameters = sum(prod(spec.shape) for spec in decoder_parameters(model))
     model = local_model(model, place)
     head_dims = sum(head_dim for _, head_dim in model.rope_kinds)
@@ -470,6 +475,7 @@ def make_plan(
         num_parameters=num_parameters,
         file_bytes=None if headers is None else sum(each.num_bytes for each in headers.values()),
         weight_bytes=weight_bytes,
+        token_bytes=token_bytes,
         table_bytes=table_bytes,
         slot_bytes=slot_bytes,
         step_bytes=step_bytes,
@@ -554,6 +560,19 @@ def _weight_bytes(specs: Sequence[ParameterSpec], config: EngineConfig) -> int:
         else:
             dtype = "float32" if spec.is_wide else config.dtype
             num_bytes += prod(spec.shape) * DTYPE_TO_BYTES[dtype]
+    return num_bytes
+
+
+def _token_bytes(specs: Sequence[ParameterSpec], config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes of the parameters that a token of a request alone reads: of experts those that it
+    passes, of tables that are only looked up next to nothing. An encoder has run before."""
+    mixtures = [each for layer in model.layers for each in (layer.mlp, layer.experts_beside)]
+    shares = [each.top_k / each.num_experts for each in mixtures if isinstance(each, MoeConfig)]
+    num_bytes = 0
+    for spec in specs:
+        if spec.table != "rows" and spec.name != "positions" and not spec.name.startswith(ENCODER):
+            share = min(shares) if spec.num_experts else 1
+            num_bytes += int(share * _weight_bytes([spec], config))
     return num_bytes
 
 

@@ -57,7 +57,7 @@ class Linear:
     """``x @ weight.T + bias`` for x [num_tokens, columns] and weight [rows, columns].
 
     On a CPU the weight is kept in oneDNN's blocked layout, so that no product has to rearrange it
-    first (`benchmarks/cpu_steps.py` measures what that gives).
+    first.
     """
 
     __slots__ = ("_bias", "_is_packed", "_weight")

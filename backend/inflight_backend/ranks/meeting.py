@@ -14,6 +14,9 @@ from inflight_backend.models.parallel.collectives import GroupCollectives
 from inflight_backend.ranks.messages import Begin
 
 LOOPBACK = "127.0.0.1"
+_MEETING_SECONDS = 30.0
+"""For ranks that are about to meet, see `RankGroup.wait_until_ready`, to connect to one another and
+to the store: one that died meanwhile is tried to be reached for as long."""
 
 
 def open_store(host: str, num_ranks: int, port: int = 0) -> TCPStore:
@@ -33,16 +36,24 @@ def meet(begin: Begin) -> GroupCollectives:
         torch.cuda.set_device(begin.local_rank)
         device = torch.device("cuda", begin.local_rank)
     timeout = timedelta(seconds=begin.timeout_seconds)
-    store = TCPStore(begin.host, begin.port, place.size, is_master=False, timeout=timeout)
+    meeting = timedelta(seconds=_MEETING_SECONDS)
+    store = TCPStore(begin.host, begin.port, place.size, is_master=False, timeout=meeting)
+    store.set_timeout(timeout)
+    is_gloo = begin.backend == "gloo"
+    if not is_gloo:
+        meeting = timeout
     dist.init_process_group(
         begin.backend,
         store=store,
         rank=begin.rank,
         world_size=place.size,
-        timeout=timeout,
+        timeout=meeting,
         device_id=device,
     )
-    return GroupCollectives(place)
+    ranks = GroupCollectives(place, meeting)
+    if is_gloo:
+        ranks.wait_for(timeout)
+    return ranks
 
 
 def give_up() -> None:
@@ -57,3 +68,5 @@ def part() -> None:
     """Forget the group, whatever has become of it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    # If they did not all meet. Groups find one another by their number.
+    dist.distributed_c10d._world.group_count = 0

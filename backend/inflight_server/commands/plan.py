@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import asdict
 from pathlib import Path
 from string import ascii_letters, whitespace
@@ -118,12 +119,13 @@ def plan(
             may_lack_weights=not is_here,
         )
     rows = [concurrency(made, *shape) for shape in usual_shapes(made.max_seq_len)]
+    bandwidth = read_bandwidth() if made.free_bytes is None else None
     if as_json:
         sizes = {"pool_bytes": made.pool_bytes, "adapter_bytes": made.adapter_bytes}
-        content = {**asdict(made), **sizes}
+        content = {**asdict(made), **sizes, "read_bandwidth": bandwidth}
         typer.echo(json.dumps({**content, "concurrency": [asdict(row) for row in rows]}, indent=1))
     else:
-        typer.echo(_describe(made, rows))
+        typer.echo(_describe(made, rows, bandwidth))
 
 
 def parse_size(text: str) -> int:
@@ -154,7 +156,21 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
+def read_bandwidth() -> float:
+    """Bytes per second that all threads together read of this machine's memory: the best of some
+    passes over 256 MiB, which takes 0.2 s."""
+    import torch
+
+    numbers = torch.ones(2**26)
+    seconds = []
+    for _ in range(6):
+        started = time.perf_counter()
+        numbers.sum()
+        seconds.append(time.perf_counter() - started)
+    return numbers.nbytes / min(seconds)
+
+
+def _describe(made: MemoryPlan, rows: list[Concurrency], bandwidth: float | None) -> str:
     linears = "" if made.quantization == "none" else f" with linears in {made.quantization}"
     files = "by config.json: the files are not here"
     if made.file_bytes is not None:
@@ -180,6 +196,11 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
         step = f"{format_size(made.step_bytes)} ({made.max_num_tokens:,} tokens)"
         facts.append(("largest step", step))
         facts.append(("left on the GPU", format_size(made.free_bytes)))
+    if bandwidth is not None:
+        seconds = made.token_bytes / bandwidth
+        read = f"reads {format_size(made.token_bytes)} of weights; at {bandwidth / 1e9:.1f} GB/s"
+        least = f"{1000 * seconds:.1f} ms, or {1 / seconds:,.0f} tokens/s"
+        facts.append(("a token alone", f"{read}, measured here, no faster than {least}"))
     facts += [
         ("KV per token", format_size(made.kv_bytes_per_token)),
         ("KV per block", f"{format_size(made.block_bytes)} ({made.tokens_per_block} tokens)"),

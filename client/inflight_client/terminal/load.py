@@ -136,6 +136,7 @@ class Round:
         num_responses = sum(len(trace.counts) for trace in self.traces)
         firsts = [trace.times[0] * 1e3 for trace in self.traces]
         gaps = [gap * 1e3 for trace in self.traces for gap in gaps_of(trace)]
+        gaps = gaps or [0.0]  # each stream was one response
         return {
             "tokens_per_second": num_tokens / self.seconds,
             "first_token_ms_p50": quantile(firsts, 0.5),

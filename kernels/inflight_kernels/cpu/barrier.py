@@ -16,7 +16,8 @@ from inflight_kernels.cpu.intrinsics import call, finish_piece, pause, read_shar
 from inflight_kernels.cpu.threads import compile_function
 
 _SPINS = 2_000
-"""How often a process looks before it lets others have its core."""
+"""How often a process looks before it lets others have its core, between two looks then."""
+_SLEEP_US = 50
 _LINE = 8
 """Numbers of a cache line: each counter has one of its own."""
 
@@ -32,8 +33,8 @@ class Barrier:
 
     def __init__(self, page: npt.NDArray[np.uint8], own: int, num_processes: int) -> None:
         self._page = page.view(np.int64)
-        yield_core = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
-        self._numbers = np.array([self._page.ctypes.data, own, num_processes, yield_core, 0])
+        sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+        self._numbers = np.array([self._page.ctypes.data, own, num_processes, sleep, 0])
 
     def wait(self) -> bool:
         """Until all have called it as often as this one has; who returns sees what the others wrote
@@ -48,7 +49,7 @@ class Barrier:
 
 
 def _wait(pointer):
-    page, own, num_processes, yield_core, number = carray(pointer, 5, types.int64)
+    page, own, num_processes, sleep, number = carray(pointer, 5, types.int64)
     line = np.int64(8 * _LINE)
     finish_piece(page + line * (1 + own) - 8)  # it counts behind the address
     for process in range(num_processes):
@@ -58,7 +59,7 @@ def _wait(pointer):
             if looks < _SPINS:
                 pause()
             else:
-                call(yield_core, 0)
+                call(sleep, _SLEEP_US)
     return 0
 
 

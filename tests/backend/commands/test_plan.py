@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.command_runner import run
+from support.families import write_family
 
 from inflight_backend.engine import EngineConfig
 from inflight_backend.errors import ConfigurationError
@@ -23,6 +24,24 @@ def test_the_command_prints_a_table_and_json() -> None:
     assert values["num_blocks"] == 20
     assert values["pool_bytes"] == 20 * values["block_bytes"]
     assert values["concurrency"][0]["guaranteed"] == 2
+    assert values["read_bandwidth"] > 1e8
+    assert "a token alone" not in done.stdout, "nobody has measured that GPU"
+
+
+@pytest.mark.parametrize("name", ["llama-linear", "llama", "mixtral"])
+def test_what_a_token_alone_reads(tmp_path: Path, name: str) -> None:
+    """The floor of a step: all, but an embedding that is no head, and of six experts two."""
+    write_family(tmp_path, name)
+    assert "a token alone    reads " in run(plan, tmp_path).stdout
+    values = json.loads(run(plan, tmp_path, "--dtype", "float32", "--json").stdout)
+    config = json.loads((tmp_path / "config.json").read_text())
+    hidden, num_unread = config["hidden_size"], 0
+    if name != "llama-linear":
+        num_unread += config["vocab_size"] * hidden
+    if name == "mixtral":
+        layers, inner = config["num_hidden_layers"], config["intermediate_size"]
+        num_unread += layers * 4 * 3 * hidden * inner
+    assert values["weight_bytes"] - values["token_bytes"] == 4 * num_unread
 
 
 def test_the_lines_of_the_table_and_the_reserve_add_up_to_the_memory() -> None:

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -223,7 +224,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("moment", ["before they meet", "in a collective"])
+@pytest.mark.parametrize("moment", ["before they meet", "as they meet", "in a collective"])
 def test_a_rank_that_is_lost_while_loading_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -234,11 +235,16 @@ def test_a_rank_that_is_lost_while_loading_is_named(
         (victim,) = ranks_of_this_process()
         if moment == "before they meet":
             victim.kill()
+        if moment == "as they meet":
+            time.sleep(2)  # it has told where it is
+            victim.suspend()
+            threading.Timer(1, victim.kill).start()
         ranks = meeting.meet(begin)
         victim.kill()
         return ranks
 
     monkeypatch.setattr(leader, "meet", meet)
+    monkeypatch.setattr(meeting, "_MEETING_SECONDS", 5.0)
     with pytest.raises(ConfigurationError, match=r"do not start: rank 1 has ended \(SIGKILL\)"):
         serve([request(1, [1], 1)], folder, params=sized(2))
     assert ranks_of_this_process() == []

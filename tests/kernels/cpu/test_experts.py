@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from inflight_kernels import reference
-from inflight_kernels.cpu import experts as kernels
 from inflight_kernels.cpu.linear import grouped_linear, grouped_linear_stage, pack
+from inflight_kernels.cpu.routed import experts as kernels
 
 NUM_EXPERTS, TOP_K, SIZE, INNER = 6, 3, 64, 48
 

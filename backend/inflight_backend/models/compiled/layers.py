@@ -42,16 +42,16 @@ from inflight_kernels.cpu.elementwise import (
     norm_stage,
     take_rows_stage,
 )
-from inflight_kernels.cpu.experts import (
+from inflight_kernels.cpu.heads import LayerAttention
+from inflight_kernels.cpu.program import Program
+from inflight_kernels.cpu.routed.experts import (
     SortedRows,
     add_experts_stage,
     choose_experts_stage,
     sort_rows_stage,
     widen_stage,
 )
-from inflight_kernels.cpu.heads import LayerAttention
-from inflight_kernels.cpu.lora import STEP_COLUMN, StepRows
-from inflight_kernels.cpu.program import Program
+from inflight_kernels.cpu.routed.lora import STEP_COLUMN, StepRows
 from inflight_kernels.cpu.threads import Stage
 
 _LEAST_ROWS = 8

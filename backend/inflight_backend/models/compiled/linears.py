@@ -12,7 +12,7 @@ from torch import Tensor
 from inflight_backend.models.quantization.forms import PackedWeight
 from inflight_backend.models.quantization.linears import dequantize
 from inflight_kernels.cpu import elementwise, linear, quantized_linear
-from inflight_kernels.cpu.experts import SortedRows
+from inflight_kernels.cpu.routed.experts import SortedRows
 from inflight_kernels.cpu.threads import Stage
 
 Make: TypeAlias = Callable[[str, int, torch.dtype], Tensor]

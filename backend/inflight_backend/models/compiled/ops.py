@@ -45,7 +45,7 @@ from inflight_kernels.cpu.elementwise import (
     rms_norm,
     silu_mul,
 )
-from inflight_kernels.cpu.experts import choose_experts
+from inflight_kernels.cpu.routed.experts import choose_experts
 
 
 def _make_head(weight: Tensor) -> Callable[[Tensor], Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -66,16 +67,18 @@ class _Groups:
 class GroupCollectives(Collectives):
     """Those of a process group (`torch.distributed`), which has been made."""
 
-    def __init__(self, place: Place) -> None:
-        """Every rank of the group calls it, and with the same sizes."""
+    def __init__(self, place: Place, timeout: timedelta | None = None) -> None:
+        """Every rank of the group calls it, and with the same sizes. ``timeout``: for ranks to
+        reach one another; None: as torch has it."""
         self.place = place
+        firsts = range(0, place.size, place.tensor_size)
         stages = [
-            dist.new_group(list(range(stage * place.tensor_size, (stage + 1) * place.tensor_size)))
-            for stage in range(place.pipeline_size)
+            dist.new_group(list(range(first, first + place.tensor_size)), timeout=timeout)
+            for first in firsts
         ]
         # What the last stage sends to the first has a way of its own: NCCL keeps the order of what
         # two ranks send and receive in a group, and both may send first.
-        back = dist.new_group() if place.pipeline_size > 1 else None
+        back = dist.new_group(timeout=timeout) if place.pipeline_size > 1 else None
         self._groups = _Groups(stages[place.stage], dist.group.WORLD, back)
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         self._first_of_stage = place.stage * place.tensor_size
@@ -85,6 +88,13 @@ class GroupCollectives(Collectives):
         self._memory: SharedMemory | None = None
         if self._counts_on == "cpu" and place.tensor_size > 1:
             self._memory = SharedMemory.meet(place, self._groups.stage)
+
+    def wait_for(self, timeout: timedelta) -> None:
+        """How long each collective waits for the slowest rank from now on."""
+        groups = self._groups
+        for group in (groups.stage, groups.everybody, groups.back):
+            if group is not None:
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     def give_up(self) -> None:
         """Have those return that wait for a rank in shared memory, with an error; from any thread.
