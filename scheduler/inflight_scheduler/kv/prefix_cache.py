@@ -23,6 +23,7 @@ import struct
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from itertools import compress, islice
 from struct import calcsize, pack, unpack_from
 from types import MappingProxyType
@@ -350,9 +351,15 @@ class ReuseIndex:
         return parent + pack(self._packed_block, *tokens)
 
     def _hash(self, content: bytes, person: bytes) -> bytes:
-        return hashlib.blake2b(
-            content, digest_size=_KEY_SIZE, key=self._hash_key, person=person
-        ).digest()
+        hasher = _keyed_hasher(self._hash_key, person).copy()
+        hasher.update(content)
+        return hasher.digest()
+
+
+@lru_cache(maxsize=8)
+def _keyed_hasher(key: bytes, person: bytes) -> hashlib.blake2b:
+    """A hash that has read nothing but its key: a copy of it is cheaper than another one."""
+    return hashlib.blake2b(digest_size=_KEY_SIZE, key=key, person=person)
 
 
 def _num_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -26,10 +26,12 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import chain
 from operator import attrgetter
-from typing import overload
+from typing import cast, overload
 
 from inflight_scheduler.kv.block_manager import BlockManager
 from inflight_scheduler.planning.pending_tokens import PendingTokenBatch, with_end_id
@@ -141,24 +143,25 @@ class RankedGenerations(RankedRequests):
     thousand requests takes a third of the time if it need not go there.
     """
 
-    __slots__ = ("_base", "_changes", "_end_ids", "_texts", "ids", "slots")
+    __slots__ = ("_base", "_changes", "_end_ids", "_num_without_slot", "_slots", "_texts")
 
     def __init__(self) -> None:
         super().__init__()
-        self.ids = array("Q")
-        self.slots: list[int | None] = []
+        self._slots: list[int | None] = []
+        self._num_without_slot = 0
         self._texts: list[list[int]] = []
-        self._end_ids: list[frozenset[int]] = []
+        self._end_ids: Counter[int] = Counter()  # how many of them each token ends
         self._base: list[LlmRequest] | None = None  # an earlier view, and what came after it
         self._changes: list[int] = []
 
     def insert(self, request: LlmRequest) -> int:
         """As `RankedRequests.insert`; slot, token list and end ids stay those it has now."""
         index = super().insert(request)
-        self.ids.insert(index, request.request_id)
-        self.slots.insert(index, request.seq_slot)
+        self._slots.insert(index, request.seq_slot)
+        self._num_without_slot += request.seq_slot is None
         self._texts.insert(index, request.tokens)
-        self._end_ids.insert(index, request.end_ids)
+        for token in request.end_ids:
+            self._end_ids[token] += 1
         if len(self._changes) < MAX_CHANGES:
             self._changes += (index, request.request_id)
         return index
@@ -166,7 +169,12 @@ class RankedGenerations(RankedRequests):
     def remove(self, request: LlmRequest) -> int:
         """As `RankedRequests.remove`."""
         index = super().remove(request)
-        del self.ids[index], self.slots[index], self._texts[index], self._end_ids[index]
+        self._num_without_slot -= self._slots[index] is None
+        del self._slots[index], self._texts[index]
+        for token in request.end_ids:
+            self._end_ids[token] -= 1
+            if not self._end_ids[token]:
+                del self._end_ids[token]
         if len(self._changes) < MAX_CHANGES:
             self._changes.append(~index)
         return index
@@ -182,6 +190,11 @@ class RankedGenerations(RankedRequests):
         self._base, self._changes = self.view(), []
         return changes
 
+    def slots(self) -> tuple[int, ...]:
+        """The slot of each; `AssertionError` if one has none."""
+        assert not self._num_without_slot, "a request generates without a slot"
+        return cast("tuple[int, ...]", tuple(self._slots))
+
     def append(self, tokens: Sequence[int]) -> list[LlmRequest]:
         """Append a token to each text; returns those that it ends.
 
@@ -189,23 +202,22 @@ class RankedGenerations(RankedRequests):
         """
         for text, token in zip(self._texts, tokens, strict=True):
             text.append(token)
-        return with_end_id(self.requests, self._end_ids, tokens)
+        return with_end_id(self.requests, self._end_ids.keys(), tokens)
 
     def append_pending(self) -> PendingTokenBatch:
         """Append the pending token of a step that has been started to each text."""
         for text in self._texts:
             text.append(PENDING_TOKEN)
-        return PendingTokenBatch(self.view(), self._texts.copy(), self._end_ids.copy())
+        return PendingTokenBatch(self.view(), self._texts.copy(), frozenset(self._end_ids))
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless the requests say the same; O(requests)."""
-        assert self.ids.tolist() == [r.request_id for r in self.requests], "ids have drifted"
-        for request, slot, text, end_ids in zip(
-            self.requests, self.slots, self._texts, self._end_ids, strict=True
-        ):
+        for request, slot, text in zip(self.requests, self._slots, self._texts, strict=True):
             assert request.seq_slot in (None, slot), f"{request} has another slot"
             assert request.tokens is text, f"{request} has another text"
-            assert request.end_ids == end_ids, f"{request} has other end ids"
+        assert self._num_without_slot == self._slots.count(None), "requests without a slot"
+        end_ids = chain.from_iterable(request.end_ids for request in self.requests)
+        assert self._end_ids == Counter(end_ids), "the end ids have drifted"
 
 
 DEFAULT_PRIORITY_SPAN = 1000
@@ -243,6 +255,7 @@ class ActiveRequests(Sequence[LlmRequest]):
     """
 
     __slots__ = (
+        "_are_borders_known",
         "_borders",
         "_by_id",
         "_ends",
@@ -278,6 +291,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         )
         self._phase_of: dict[int, RequestPhase] = {}
         self._borders = DueSteps()  # requests that may open a block
+        self._are_borders_known = False  # whether those due now have been looked at: they do
         self._ends = DueSteps()  # that may have had their last token
 
     def __len__(self) -> int:
@@ -370,14 +384,14 @@ class ActiveRequests(Sequence[LlmRequest]):
         return view if view == requests else requests
 
     @property
-    def generation_slots(self) -> tuple[int | None, ...]:
+    def generation_slots(self) -> tuple[int, ...]:
         """The slots of `generation`, in that order; a slot does not change while one generates."""
-        return tuple(self._generation.slots)
+        return self._generation.slots()
 
     @property
     def generation_ids(self) -> bytes:
         """The request ids of `generation`, in that order, eight bytes each (an ``array("Q")``)."""
-        return self._generation.ids.tobytes()
+        return array("Q", [request.request_id for request in self.generation]).tobytes()
 
     def generation_changes(self, before: Sequence[LlmRequest]) -> tuple[int, ...] | None:
         """What has made `generation` of ``before``: see `RankedGenerations.changes_since`."""
@@ -395,14 +409,13 @@ class ActiveRequests(Sequence[LlmRequest]):
 
     def due_requests(self) -> list[LlmRequest]:
         """Generating requests whose next token opens a block, in no special order."""
-        due = []
-        for request in self._borders.due():
-            num_places_left = self.block_manager.num_places_left(request)
-            if num_places_left == 0:
-                due.append(request)
-            else:
-                self._borders.enter(request, num_places_left)
-        return due
+        if not self._are_borders_known:
+            for request in self._borders.due():
+                num_places_left = self.block_manager.num_places_left(request)
+                if num_places_left > 0:
+                    self._borders.enter(request, num_places_left)
+            self._are_borders_known = True
+        return self._borders.due()
 
     def tick(self, have_all_run: bool) -> None:
         """A plan was made; the next one is another step.
@@ -414,6 +427,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         self._borders.postpone(num_steps)
         for request in self._ends.take():  # early: it has not got a token in each step
             self._ends.enter(request, request.num_remaining_tokens)
+        self._are_borders_known = False
         self._borders.clock += 1
         self._ends.clock += 1
 
@@ -487,6 +501,7 @@ class ActiveRequests(Sequence[LlmRequest]):
 
     def _look_at(self, request: LlmRequest) -> None:
         """In the next plan, whatever it holds and however many tokens are left for it now."""
+        self._are_borders_known = False
         self._borders.enter(request, 0)
         self._ends.enter(request, 0)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import contains
+from collections.abc import Sequence, Set
 
 from inflight_scheduler.kv.block_manager import BlockManager
 from inflight_scheduler.planning.plan_parts import Candidates, search
@@ -15,12 +14,13 @@ class PendingTokenBatch:
     """The generation requests of a step that gives each of them a token, as parallel lists.
 
     As in `RankedGenerations`, the requests need not be visited. The lists are not altered.
+    ``end_ids``: all that end one of them.
     """
 
     __slots__ = ("_end_ids", "_texts", "requests")
 
     def __init__(
-        self, requests: list[LlmRequest], texts: list[list[int]], end_ids: list[frozenset[int]]
+        self, requests: list[LlmRequest], texts: list[list[int]], end_ids: frozenset[int]
     ) -> None:
         self.requests = requests
         self._texts = texts
@@ -41,7 +41,7 @@ class PendingTokenBatch:
                 text[last_but_one] = token
             else:
                 others.append(place)
-        updated = list(self.requests)
+        updated = list(self.requests) if others else self.requests
         for place in reversed(others):
             request = updated[place]
             if request.num_pending_tokens:
@@ -54,19 +54,8 @@ class PendingTokenBatch:
         return updated
 
 
-def apply_tokens_to(
-    owners: Sequence[LlmRequest],
-    tokens: Sequence[int],
-    all_generations: PendingTokenBatch | None = None,
-) -> list[LlmRequest]:
-    """`LlmRequest.replace_pending_token` for those of ``owners`` that expect one; returns these.
-
-    ``all_generations``: the last of them, and exactly one later step runs.
-    """
-    if all_generations is not None:
-        num_first = len(owners) - len(all_generations.requests)
-        first = apply_tokens_to(owners[:num_first], tokens[:num_first])
-        return first + all_generations.apply(tokens[num_first:])
+def apply_tokens_to(owners: Sequence[LlmRequest], tokens: Sequence[int]) -> list[LlmRequest]:
+    """`LlmRequest.replace_pending_token` for those of ``owners`` that expect one; returns these."""
     updated = []
     for request, token in zip(owners, tokens, strict=True):
         if request.num_pending_tokens:
@@ -76,13 +65,13 @@ def apply_tokens_to(
 
 
 def with_end_id(
-    requests: Sequence[LlmRequest], end_ids: Sequence[frozenset[int]], tokens: Sequence[int]
+    requests: Sequence[LlmRequest], end_ids: Set[int], tokens: Sequence[int]
 ) -> list[LlmRequest]:
-    """Those of ``requests`` whose token is one that ends them."""
-    if not any(map(contains, end_ids, tokens)):
+    """Those of ``requests`` whose token is one that ends them; ``end_ids``: all that end one."""
+    if end_ids.isdisjoint(tokens):
         return []
-    matches = map(contains, end_ids, tokens)
-    return [request for request, is_end in zip(requests, matches, strict=True) if is_end]
+    owners = zip(requests, tokens, strict=True)
+    return [each for each, token in owners if token in end_ids and token in each.end_ids]
 
 
 def has_failed_unseen(owners: Sequence[LlmRequest], tokens: Sequence[int]) -> bool:

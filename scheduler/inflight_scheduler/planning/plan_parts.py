@@ -54,17 +54,17 @@ def no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) -
 
 def slots_of(requests: Sequence[LlmRequest]) -> tuple[int, ...]:
     """The rows of ``requests``, which all have as many."""
-    return rows_of(requests, tuple([request.seq_slot for request in requests]))
-
-
-def rows_of(requests: Sequence[LlmRequest], first_rows: tuple[int | None, ...]) -> tuple[int, ...]:
-    """All rows of ``requests``, which all have as many, by the first one of each."""
+    first_rows = tuple([request.seq_slot for request in requests])
     assert None not in first_rows, "a request generates without a slot"
-    slots = cast("tuple[int, ...]", first_rows)
+    return rows_of(requests, cast("tuple[int, ...]", first_rows))
+
+
+def rows_of(requests: Sequence[LlmRequest], first_rows: tuple[int, ...]) -> tuple[int, ...]:
+    """All rows of ``requests``, which all have as many, by the first one of each."""
     if requests and requests[0].beams is not None:
         num_rows = requests[0].num_rows
-        return tuple([row for slot in slots for row in range(slot, slot + num_rows)])
-    return slots
+        return tuple([row for slot in first_rows for row in range(slot, slot + num_rows)])
+    return first_rows
 
 
 Candidates = Mapping[int, Sequence[Candidate]]

@@ -27,7 +27,7 @@ The tokens of a batch come back in one of two ways:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 
 from inflight_scheduler.batch import (
@@ -275,28 +275,29 @@ class BatchPlanner:
             return []
         check_num_tokens(batch, tokens)
         self.has_forgotten = False
-        owners, has_beams = self.token_owners(batch), self.must_apply_first(batch)
-        if not has_beams and min(tokens, default=0) >= 0:
-            all_generations = self._assumed[batch.iteration] if len(self._assumed) == 2 else None
-            updated = apply_tokens_to(owners, tokens, all_generations)
-        else:
+        all_generations = self._assumed[batch.iteration] if len(self._assumed) == 2 else None
+        if self.must_apply_first(batch) or min(tokens, default=0) < 0:
+            owners = self.token_owners(batch)
             self.has_forgotten = has_failed_unseen(owners, tokens)
             if self.has_forgotten:
                 self.block_manager.forget_all()
             updated = apply_each(owners, tokens, candidates, self.block_manager)
+        elif all_generations is None:
+            updated = apply_tokens_to(self.token_owners(batch), tokens)
+        else:
+            first = self._drawing(batch)
+            updated = apply_tokens_to(first, tokens[: len(first)])
+            updated += all_generations.apply(tokens[len(first) :])
         del self._planned[batch.iteration]  # last, as in `update`
         del self._assumed[batch.iteration]
         return updated
 
     def token_owners(self, batch: ScheduledBatch) -> list[LlmRequest]:
         """Whose tokens the engine returns for a batch that is not applied, in their order."""
-        context_requests, generation_requests = self._planned[batch.iteration]
-        runs = zip([*context_requests, *generation_requests], batch.runs, strict=False)
-        drawing = [request for request, run in runs for _ in range(run.num_drawn)]
-        plain = generation_requests[len(batch.draft_runs) :]
-        if batch.num_beams == 1:
-            return [*drawing, *plain]
-        return [*drawing, *(request for request in plain for _ in range(batch.num_beams))]
+        _, generation_requests = self._planned[batch.iteration]
+        plain = islice(generation_requests, len(batch.draft_runs), None)
+        rows = (request for request in plain for _ in range(batch.num_beams))
+        return [*self._drawing(batch), *(plain if batch.num_beams == 1 else rows)]
 
     def must_apply_first(self, batch: ScheduledBatch) -> bool:
         """True when nothing can be planned before the tokens of ``batch``, which runs, are known:
@@ -350,6 +351,12 @@ class BatchPlanner:
     def _finish_encoders(self, batch: ScheduledBatch) -> None:
         if self.answers is not None:
             self.answers.finish(batch.iteration)
+
+    def _drawing(self, batch: ScheduledBatch) -> list[LlmRequest]:
+        """The first of `token_owners`: contexts at their last chunk, and runs with drafts."""
+        context_requests, generation_requests = self._planned[batch.iteration]
+        runs = zip(chain(context_requests, generation_requests), batch.runs, strict=False)
+        return [request for request, run in runs for _ in range(run.num_drawn)]
 
     @property
     def _may_have_drafts(self) -> bool:
