@@ -247,6 +247,14 @@ class RoutingConfig:
     has_input_norm: bool = False
     has_expert_scales: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights are those of a softmax, and nothing else."""
+        is_softmax = self.score in ("softmax", "softmax_of_chosen") and not self.has_correction
+        has_groups = self.num_groups > 1
+        has_more = self.scales_input or self.has_input_norm or self.has_expert_scales
+        return is_softmax and not (has_groups or has_more)
+
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:

@@ -29,7 +29,7 @@ from inflight_backend.models.blocks.gated_delta import GatedDelta
 from inflight_backend.models.blocks.latent_attention import LatentAttention
 from inflight_backend.models.blocks.layer_inputs import LayerInputBranch, LayerInputs
 from inflight_backend.models.blocks.lora import AdapterTable, MultiplyRows
-from inflight_backend.models.blocks.mlp import ExpertBranch, Linear, Mlp, Moe
+from inflight_backend.models.blocks.mlp import ExpertBranch, Linear, Mlp, Moe, PlainExperts
 from inflight_backend.models.blocks.norms import Norm
 from inflight_backend.models.blocks.rope import sinusoids
 from inflight_backend.models.config import (
@@ -42,7 +42,7 @@ from inflight_backend.models.config import (
     MoeConfig,
 )
 from inflight_backend.models.layers import Parameter
-from inflight_backend.models.ops import LayerParts, Ops, RunLayers
+from inflight_backend.models.ops import DecoderParts, LayerParts, Ops, RunLayers
 from inflight_backend.models.parallel.collectives import NO_COLLECTIVES, Collectives
 from inflight_backend.models.parallel.place import Place
 from inflight_backend.models.quantization.forms import JoinedWeight, PackedWeight
@@ -97,11 +97,7 @@ class Parameters:
 
     def experts(self, name: str, count: int) -> MultiplyRows:
         """Linears of ``count`` experts, whose biases are [count, rows] together."""
-        multiply = self._experts(name, count)
-
-        def linear(x: Tensor, starts: Tensor, tokens: Tensor) -> Tensor:
-            return multiply(x, starts)
-
+        linear = PlainExperts(self._experts(name, count))
         if self._adapters is None:
             return linear
         return self._adapters.wrap_experts(
@@ -115,9 +111,7 @@ class Parameters:
         if isinstance(weight, PackedWeight | JoinedWeight):
             return self._ops.make_packed_experts(weight, bias, count, self._ops.make_linear)
         assert isinstance(weight, Tensor), "experts are never FP8"
-        stacked = weight.view(count, -1, weight.shape[-1])
-        multiply = self._ops.grouped_linear
-        return lambda x, starts: multiply(x, stacked, starts, bias)
+        return self._ops.make_experts(weight.view(count, -1, weight.shape[-1]), bias)
 
     def linear(self, name: str) -> Linear:
         """A linear with its bias, if it has one."""
@@ -241,13 +235,20 @@ class Decoder:
         assert not parameters, f"parameters without a use: {sorted(parameters)}"
 
     def _join_layers(self) -> RunLayers | None:
-        if not self._is_fused or self._final_norm is None or self._ranks.place.size > 1:
+        config = self.config
+        has_more = self._ranks.place.size > 1 or self._project_out is not None
+        if has_more or config.block == "post_add" or not all(map(_has_usual_parts, self._layers)):
             return None
-        parts = [
-            LayerParts(input_norm, layer.attention, mlp_norm, layer.mlp)
-            for layer, (input_norm, mlp_norm) in zip(self._layers, self._norm_weights, strict=True)
-        ]
-        return self._ops.join_layers(parts, _weight(self._final_norm), self.config.norm.eps)
+        layers = [
+            LayerParts(
+                each.attention, each.mlp, each.input_norm, each.attention_output_norm,
+                each.mlp_norm, each.mlp_output_norm,
+            )
+            for each in self._layers
+        ]  # fmt: skip
+        is_parallel = config.block.startswith("parallel")
+        parts = DecoderParts(layers, self._final_norm, is_parallel, config.residual_scale)
+        return self._ops.join_layers(parts)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: AttentionStep, rows: Tensor | None
@@ -297,6 +298,10 @@ class Decoder:
     ) -> Tensor:
         """The layers, and on the last stage what comes behind them."""
         x, last = self._enter(tokens, positions), len(self._layers) - 1
+        if self._run_joined is not None:
+            found = self._run_joined(x, attention, rows)
+            if found is not None:
+                return found
         inputs = None if self._layer_inputs is None else self._layer_inputs(tokens, x)
         run = self._run
         if self._streams is not None:
@@ -635,6 +640,19 @@ def _weight(norm: Norm | None) -> Tensor:
     assert norm is not None
     assert norm.weight is not None
     return norm.weight
+
+
+def _has_usual_parts(layer: _Layer) -> bool:
+    """Whether it has attention, a feed-forward layer and norms, and nothing else."""
+    others = (
+        layer.experts,
+        layer.layer_input,
+        layer.scalar,
+        layer.cross,
+        layer.altup,
+        layer.laurel,
+    )
+    return all(each is None for each in others)
 
 
 def _apply(norm: Norm | None, x: Tensor) -> Tensor:

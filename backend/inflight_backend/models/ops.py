@@ -12,28 +12,48 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from inflight_backend.models.config import RoutingConfig
 from inflight_backend.models.layers import Activation, Fp8Linear, Linear, Quantized, quantize
 from inflight_backend.models.quantization.linears import (
     MakePackedExperts,
     MakePackedLinear,
+    MultiplyGroups,
     make_packed_experts,
     make_packed_linear,
 )
+from inflight_backend.models.routing import choose_experts
 from inflight_kernels import reference
 
 
 class LayerParts(NamedTuple):
-    """A layer of the block "pre" with RMS norms: their weights, and the blocks behind them."""
+    """What a layer is made of: blocks, and the norms that it has."""
 
-    input_norm: Tensor
     attention: Any
-    mlp_norm: Tensor
     mlp: Any
+    input_norm: Any
+    attention_output_norm: Any
+    mlp_norm: Any
+    mlp_output_norm: Any
+
+
+class DecoderParts(NamedTuple):
+    """Layers without any other part, and what comes behind them. ``is_parallel``: both branches of
+    a layer read what comes in; else `decoder` says which norms stand where. ``scale``: of a
+    branch's answer, before it is added."""
+
+    layers: Sequence[LayerParts]
+    final_norm: Any
+    is_parallel: bool
+    scale: float
 
 
 RunLayers: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor | None]
 """What the layers and the norm behind them make of x [T, hidden] in an attention step, of the rows
 that are named (None: of all); None if it cannot do this step, and nothing is done then."""
+
+
+MakeExperts: TypeAlias = Callable[[Tensor, Tensor | None], MultiplyGroups]
+"""Of weights [E, rows, columns] and biases [E, rows] of as many experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +62,8 @@ class Ops:
 
     ``rms_norm``, ``add_rms_norm`` and ``silu_mul`` feed linears; ``to_activation`` makes of plain
     numbers what a linear reads, ``final_norm`` is ``add_rms_norm`` in plain numbers, for the head.
-    Linears of quantised checkpoints read plain numbers. ``join_layers``, of a model's layers, the
-    weight of the norm behind them and the eps of all norms, gives what runs them all at once, None
-    if nothing does.
+    Linears of quantised checkpoints read plain numbers. ``choose_experts``: see `routing`.
+    ``join_layers``, of a model's parts, gives what runs them all at once, None if nothing does.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Activation]
@@ -52,15 +71,18 @@ class Ops:
     final_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Activation]
     plain_rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
     plain_silu_mul: Callable[[Tensor], Tensor]
-    grouped_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    activate: Callable[[Tensor, str, bool], Tensor]
+    make_experts: MakeExperts
+    choose_experts: Callable[[RoutingConfig, int, Tensor, Tensor | None], tuple[Tensor, Tensor]]
     delta_step: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
     to_activation: Callable[[Tensor], Activation]
     make_linear: Callable[[Any, Tensor | None], Callable[[Any], Tensor]]
     make_packed_linear: MakePackedLinear
     make_packed_experts: MakePackedExperts
     make_head: Callable[[Tensor], Callable[[Tensor], Tensor]]
-    join_layers: Callable[[Sequence[LayerParts], Tensor, float], RunLayers | None]
+    join_layers: Callable[[DecoderParts], RunLayers | None]
     greedy: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
     sample_with_log_probs: Callable[
@@ -70,6 +92,15 @@ class Ops:
     ban_repeated_ngrams: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
     ban_words: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     mask_logits: Callable[[Tensor, Tensor], None]
+
+
+def experts_by(multiply: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]) -> MakeExperts:
+    """Experts whose linears are one product, of the meaning of `reference.grouped_linear`."""
+
+    def make(weight: Tensor, bias: Tensor | None) -> MultiplyGroups:
+        return lambda x, starts: multiply(x, weight, starts, bias)
+
+    return make
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -82,15 +113,18 @@ TORCH_OPS = Ops(
     final_norm=reference.add_rms_norm,
     silu_mul=reference.silu_mul,
     plain_rms_norm=reference.rms_norm,
+    layer_norm=reference.layer_norm,
     plain_silu_mul=reference.silu_mul,
-    grouped_linear=reference.grouped_linear,
+    activate=reference.activate,
+    make_experts=experts_by(reference.grouped_linear),
+    choose_experts=choose_experts,
     delta_step=reference.delta_step,
     to_activation=_identity,
     make_linear=Linear,
     make_packed_linear=make_packed_linear,
     make_packed_experts=make_packed_experts,
     make_head=Linear,
-    join_layers=lambda layers, final_norm, eps: None,
+    join_layers=lambda parts: None,
     greedy=reference.greedy,
     sample=reference.sample,
     sample_with_log_probs=reference.sample_with_log_probs,

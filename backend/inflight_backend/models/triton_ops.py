@@ -28,7 +28,7 @@ from inflight_backend.models.blocks.triton_linears import (
     make_triton_packed_linear,
 )
 from inflight_backend.models.layers import Fp8Linear, Fp8Weight, Linear, Quantized
-from inflight_backend.models.ops import TORCH_OPS, Ops
+from inflight_backend.models.ops import TORCH_OPS, Ops, experts_by
 from inflight_backend.models.quantization.forms import PackedWeight
 from inflight_kernels.ops import rms_norm as norms
 from inflight_kernels.ops import silu_mul as activation
@@ -74,7 +74,7 @@ TRITON_OPS = replace(
     silu_mul=activation.silu_mul,
     plain_rms_norm=norms.rms_norm,
     plain_silu_mul=activation.silu_mul,
-    grouped_linear=grouping.grouped_linear,
+    make_experts=experts_by(grouping.grouped_linear),
     delta_step=recurring.delta_step,
     sample=sampling.sample,
     sample_with_log_probs=sampling.sample_with_log_probs,
@@ -189,7 +189,7 @@ def make_triton_ops(quantization: str, *, is_deterministic: bool) -> Ops:
     )
     if is_deterministic:
         grouped_linear = partial(grouping.grouped_linear, tile_rows=grouping.MIN_TILE_ROWS)
-        ops = replace(ops, make_head=make_linear, grouped_linear=grouped_linear)
+        ops = replace(ops, make_head=make_linear, make_experts=experts_by(grouped_linear))
     if quantization == "fp8":
         ops = replace(
             ops,

@@ -32,6 +32,7 @@ from inflight_kernels.cpu.intrinsics import (
     I64,
     SHORTS,
     WIDTH,
+    array_at,
     bias_of,
     finish_piece,
     load_bfloat16,
@@ -112,6 +113,39 @@ def linear_stage(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) ->
         len(packed),
     )
     return Stage(_kernel(x.dtype == torch.bfloat16), numbers)
+
+
+def grouped_linear(x: Tensor, packed: Tensor, starts: Tensor, bias: Tensor | None) -> Tensor:
+    """As `reference.grouped_linear`; the rows of all groups' weights are packed one after another,
+    ``bias`` float32 has a number for each."""
+    num_groups, x = len(starts) - 1, x.contiguous()
+    out = torch.empty(len(x), num_rows(packed) // num_groups, dtype=x.dtype)
+    starts = starts.int()
+    found = starts.diff().nonzero().flatten().int()
+    active = torch.cat((torch.tensor([len(found)], dtype=torch.int32), found))
+    grouped_linear_stage(x, packed, bias, starts, active, out).run()
+    return out
+
+
+def grouped_linear_stage(
+    x: Tensor, packed: Tensor, bias: Tensor | None, starts: Tensor, active: Tensor, out: Tensor
+) -> Stage:
+    """`grouped_linear` into ``out``; it and x are contiguous. ``starts`` [groups + 1] and
+    ``active`` [groups + 1] (how many groups have rows, then which) are int32."""
+    numbers = (
+        len(x),
+        x.data_ptr(),
+        packed.data_ptr(),
+        (no_bias(num_rows(packed)) if bias is None else bias).data_ptr(),
+        out.data_ptr(),
+        x.shape[1] * x.itemsize,
+        out.stride(0) * out.itemsize,
+        len(packed) // (len(starts) - 1),
+        starts.data_ptr(),
+        active.data_ptr(),
+        len(starts),
+    )
+    return Stage(_grouped_kernel(x.dtype == torch.bfloat16), numbers)
 
 
 def _make_tile(num_rows: int, num_panels: int):
@@ -307,3 +341,46 @@ def _run_bfloat16(pointer):
 @cache
 def _kernel(is_bfloat16: bool) -> Kernel:
     return Kernel(_run_bfloat16 if is_bfloat16 else _run_float32, 8)
+
+
+@njit(**FAST)
+def _run_grouped(pointer, size, like):
+    """``size``: bytes of a number like ``like``. A piece is some panels of a group, and all of its
+    rows of x."""
+    numbers = carray(pointer, 13, types.int64)
+    x, weight, bias, out = numbers[3], numbers[4], numbers[5], numbers[6]
+    stride_x, stride_out, num_panels = numbers[7], numbers[8], numbers[9]
+    starts = array_at(numbers[10], numbers[12], np.int32(0))
+    active = array_at(numbers[11], numbers[12], np.int32(0))
+    steps, num_parts = stride_x // 4, (num_panels + _PANELS_OF_ONE_ROW - 1) // _PANELS_OF_ONE_ROW
+    num_pieces = np.int64(active[0]) * num_parts
+    while True:
+        piece = take_next(numbers.ctypes.data)
+        if piece >= num_pieces:
+            break
+        group, first = active[1 + piece // num_parts], piece % num_parts * _PANELS_OF_ONE_ROW
+        before = np.int64(group) * num_panels
+        row, end = np.int64(starts[group]), np.int64(starts[group + 1])
+        while row < end:
+            multiply_panels(
+                like, x + row * stride_x, stride_x, weight + before * steps * 64, steps * 64, steps,
+                bias + before * WIDTH * 4, out + row * stride_out, stride_out,
+                min(_ROWS_AT_A_TIME, end - row), first,
+                min(first + _PANELS_OF_ONE_ROW, num_panels), size,
+            )  # fmt: skip
+            row += _ROWS_AT_A_TIME
+        finish_piece(numbers.ctypes.data)
+    return num_pieces
+
+
+def _run_grouped_float32(pointer):
+    return _run_grouped(pointer, 4, np.float32(0))
+
+
+def _run_grouped_bfloat16(pointer):
+    return _run_grouped(pointer, 2, np.uint16(0))
+
+
+@cache
+def _grouped_kernel(is_bfloat16: bool) -> Kernel:
+    return Kernel(_run_grouped_bfloat16 if is_bfloat16 else _run_grouped_float32, 11)

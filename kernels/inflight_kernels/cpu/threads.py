@@ -53,7 +53,7 @@ def parallel() -> Any:
 def _cache_folder() -> Path | None:
     """Where compiled functions are kept, by the sources of this package; None where nobody but this
     user may be kept from writing."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
     digest = hashlib.sha256(b"".join(each.read_bytes() for each in sources)).hexdigest()[:16]
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -21,9 +21,12 @@ from inflight_kernels.reference.attention import (
     write_kv,
 )
 from inflight_kernels.reference.elementwise import (
+    ACTIVATIONS,
+    activate,
     add_rms_norm,
     apply_rope,
     grouped_linear,
+    layer_norm,
     rms_norm,
     rope_angles,
     rotate,
@@ -54,9 +57,11 @@ from inflight_kernels.reference.sampling import (
 )
 
 __all__ = [
+    "ACTIVATIONS",
     "COUNT_UNIT",
     "AttentionPlan",
     "Weighting",
+    "activate",
     "add_lora",
     "add_rms_norm",
     "adjust_logits",
@@ -73,6 +78,7 @@ __all__ = [
     "greedy",
     "grouped_linear",
     "is_drawn",
+    "layer_norm",
     "log_probs_of_draws",
     "mask_logits",
     "pack_nibbles",

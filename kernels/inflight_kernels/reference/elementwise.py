@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -28,6 +30,42 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """``new = x + residual``; returns ``(rms_norm(new), new)``, all [..., dim]."""
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the last dimension.
+
+    x: [..., dim], weight and bias: [dim], of the dtype of x or wider; the answer has that of x, to
+    which it is rounded once.
+    """
+    if weight is None or weight.dtype == x.dtype:
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    bias = None if bias is None else bias.float()
+    return functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": _squared_relu,
+}
+"""Activation functions by the names that ops have for them."""
+
+
+def activate(x: Tensor, kind: str, is_gated: bool) -> Tensor:
+    """``act(gate) * up`` where x [num_tokens, 2 * dim] holds gate, then up; without a gate
+    ``act(x)``. ``kind``: one of `ACTIVATIONS`."""
+    function = ACTIVATIONS[kind]
+    if not is_gated:
+        return function(x)
+    gate, up = x.chunk(2, dim=-1)
+    return function(gate).mul_(up)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

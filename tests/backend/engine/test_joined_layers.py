@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.checkpoints import VOCAB_SIZE
 from support.engine_driver import EngineDriver, Job
+from support.families import write_family
 from support.quantized import SCHEMES, W8A8, write_quantized
 from torch import Tensor
 
@@ -67,6 +68,34 @@ def test_equal_those_of_the_ops(
     checkpoint: Folder, variant: str, options: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     assert_equal_those_of_the_ops(checkpoint(variant, **options), replace(CONFIG, **settings))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gemma3", {}),  # norms with an offset, behind branches too, GELU, windows
+        ("gemma2", {"dtype": "bfloat16"}),
+        ("granite", {}),  # branches are scaled
+        ("gpt_neox", {"dtype": "bfloat16"}),  # LayerNorm, parallel branches with a norm each
+        ("cohere", {}),  # with one norm
+        ("qwen3_moe", {"dtype": "bfloat16"}),
+        ("granitemoeshared", {}),
+        ("olmo2", {}),  # norms behind branches alone, and over all heads
+        pytest.param("gemma", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("nemotron", {}, marks=pytest.mark.slow),
+        pytest.param("opt", {}, marks=pytest.mark.slow),
+        pytest.param("phi", {"enable_lora": True}, marks=pytest.mark.slow),
+        pytest.param("starcoder2", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("bloom", {}, marks=pytest.mark.slow),
+        pytest.param("glm4", {}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_equal_those_of_the_ops_of_other_families(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    write_family(tmp_path, family)
+    assert_equal_those_of_the_ops(tmp_path, replace(CONFIG, **settings))
 
 
 @pytest.mark.parametrize(

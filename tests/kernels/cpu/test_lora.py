@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight_kernels.cpu.lora import (
+from inflight_kernels.cpu.routed.lora import (
     NUMBERS_OF_PART,
     StepRows,
     add_lora_stage,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from inflight_kernels.cpu.elementwise import add_rms_norm, add_rms_norm_stage
+from inflight_kernels.cpu.elementwise import NormWeights, add_norm_stage, add_rms_norm
 from inflight_kernels.cpu.linear import linear, linear_stage, pack
 from inflight_kernels.cpu.program import Program
 
@@ -32,11 +32,12 @@ def test_stages_see_what_those_before_them_wrote(
 
     weight, norm = pack(draw(SIZE, SIZE)), draw(SIZE)
     entered, normed, added, *totals = torch.zeros(5, MOST_ROWS, SIZE, dtype=dtype)
+    weights = NormWeights.of(norm, None, 1e-5)
     stages, x, residual = [], entered, entered
     for layer in range(NUM_LAYERS):
         total = totals[layer % 2]
         stages.append(linear_stage(x, weight, None, added))
-        stages.append(add_rms_norm_stage(added, residual, norm, 1e-5, normed, total))
+        stages.append(add_norm_stage(added, residual, weights, normed, total))
         x, residual = normed, total
     program = Program(stages)
     for num_rows in (1, MOST_ROWS, 3):

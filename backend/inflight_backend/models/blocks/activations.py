@@ -10,13 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from inflight_kernels import reference
+
 Activate = Callable[[Tensor], Tensor]
 
-_gelu_tanh = partial(functional.gelu, approximate="tanh")
-
-
-def _squared_relu(x: Tensor) -> Tensor:
-    return functional.relu(x).square()
+KINDS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+"""Which function of `reference.ACTIVATIONS` a name means."""
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
@@ -49,17 +58,4 @@ def make_activation(name: str, numbers: Tensor | None) -> Activate:
     """The function of that name, with the ``numbers`` that a layer has learned for it."""
     if numbers is not None:
         return partial(_xielu, numbers=numbers)
-    return ACTIVATIONS[name]
-
-
-ACTIVATIONS: dict[str, Activate] = {
-    "silu": functional.silu,
-    "swish": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_tanh": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "relu": functional.relu,
-    "relu2": _squared_relu,
-}
+    return reference.ACTIVATIONS[KINDS[name]]

@@ -41,10 +41,23 @@ class Attention:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a step's attention gets what `qkv` gives, and `output` what it finds."""
+        """Whether a step's attention gets what `qkv` gives, but for `full_norms`, and `output` what
+        it finds."""
         config = self._config
         changes = config.has_gate or config.has_value_norm or config.temperature or config.clip
-        return self._norms is None and not changes
+        is_normed = self._norms is not None and self.full_norms is None
+        return not (is_normed or changes)
+
+    @property
+    def full_norms(self) -> tuple[tuple[Tensor, Tensor], float] | None:
+        """The weights of RMS norms over all queries, and over all keys, and their eps; None without
+        such norms."""
+        if self._config.qk_norm != "full" or self._norms is None:
+            return None
+        query, key = self._norms
+        assert query is not None
+        assert key is not None
+        return (query, key), self._config.qk_norm_kind.eps
 
     def __call__(
         self, x: Activation, num_tokens: int, positions: Tensor, step: AttentionStep

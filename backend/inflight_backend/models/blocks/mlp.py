@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inflight_backend.models.blocks.activations import ACTIVATIONS, Activate, clamped_swiglu
+from inflight_backend.models.blocks.activations import KINDS, Activate, clamped_swiglu
 from inflight_backend.models.blocks.lora import MultiplyRows
 from inflight_backend.models.blocks.norms import Norm, plain_rms_norm
-from inflight_backend.models.config import MlpConfig, MoeConfig, RoutingConfig
+from inflight_backend.models.config import MlpConfig, MoeConfig
 from inflight_backend.models.layers import Activation
 from inflight_backend.models.ops import Ops
+from inflight_backend.models.quantization.linears import MultiplyGroups
 
 ROUTER_EPS = 1e-6
 """Of the norm before a router that has one (Gemma 4's configuration of all sizes)."""
@@ -30,21 +31,38 @@ class Mlp:
     ) -> None:
         """``up`` gives gate and up side by side where there is a gate."""
         self.up, self.down, self._ops, self._activation = up, down, ops, activation
-        self._is_gated = config.is_gated
-        is_plain = config.is_gated and not config.sparsity
-        self.is_silu = is_plain and config.activation in ("silu", "swish")
+        self.kind = None if config.sparsity else KINDS.get(config.activation)
+        """Of `reference.ACTIVATIONS`; None: another function."""
+        self.is_gated = config.is_gated
 
     def __call__(self, x: Activation) -> Tensor:
         """One step's tokens."""
-        if self.is_silu:  # without a name for what goes in: it is the most that lives in a step
+        if self.kind == "silu" and self.is_gated:
+            # Without a name for what goes in: it is the most that lives in a step.
             return self.down(self._ops.silu_mul(self.up(x)))
-        inner = self.up(x)
-        if self._is_gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = self._activation(gate) * up
-        else:
-            inner = self._activation(inner)
+        inner = self._activate(self.up(x))
         return self.down(self._ops.to_activation(inner))
+
+    def _activate(self, inner: Tensor) -> Tensor:
+        if self.kind is not None:
+            return self._ops.activate(inner, self.kind, self.is_gated)
+        if not self.is_gated:
+            return self._activation(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return self._activation(gate) * up
+
+
+class PlainExperts:
+    """`MultiplyRows` of linears that nothing changes."""
+
+    __slots__ = ("multiply",)
+
+    def __init__(self, multiply: MultiplyGroups) -> None:
+        self.multiply = multiply
+
+    def __call__(self, x: Tensor, starts: Tensor, tokens: Tensor) -> Tensor:
+        """Rows of x, sorted by expert, times their expert's weight."""
+        return self.multiply(x, starts)
 
 
 class Moe:
@@ -73,23 +91,35 @@ class Moe:
         ``down`` are the linears of all experts; ``correction`` and ``expert_scales`` [E];
         ``router_scale`` [hidden]: of what the router reads, normed. ``add_up`` sums the answers of
         the ranks that hold parts of the experts."""
-        self._config, self._ops = config, ops
-        self._router, self._router_bias, self._correction = router, router_bias, correction
-        self._gate_up, self._down = gate_up, down
-        self._shared, self._shared_gate = shared, shared_gate
+        self.config, self._ops = config, ops
+        self.router, self._router_bias, self._correction = router, router_bias, correction
+        self.gate_up, self.down = gate_up, down
+        self.shared, self._shared_gate = shared, shared_gate
         self._router_scale, self._expert_scales = router_scale, expert_scales
         self._add_up = add_up
+        self.kind = KINDS.get(config.activation)
+        """Of `reference.ACTIVATIONS`; None: another function."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the answers of experts, chosen by the softmax of what the router says, and of
+        what all tokens pass are added up as they are."""
+        others = (self._router_bias, self._correction, self._shared_gate)
+        is_plain = self.config.routing.is_plain and self.config.held_experts is None
+        return is_plain and all(each is None for each in others)
 
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """One step's tokens; the router reads ``routed`` [T, hidden] in their place, if given."""
-        config, num_tokens = self._config, len(x)
+        config, num_tokens = self.config, len(x)
         routed = (x if routed is None else routed).float()
         if self._router_scale is not None:
             routed = plain_rms_norm(routed, ROUTER_EPS) * self._router_scale
-        logits = self._router(routed)
+        logits = self.router(routed)
         if self._router_bias is not None:
             logits = logits + self._router_bias
-        experts, weights = choose_experts(config.routing, config.top_k, logits, self._correction)
+        experts, weights = self._ops.choose_experts(
+            config.routing, config.top_k, logits, self._correction
+        )
         if self._expert_scales is not None:
             weights = weights * self._expert_scales[experts]
         if config.held_experts is not None:
@@ -103,9 +133,9 @@ class Moe:
         rows = x[tokens]
         if config.routing.scales_input:
             rows = rows * sorted_weights
-        inner = self._gate_up(rows, starts, tokens)
+        inner = self.gate_up(rows, starts, tokens)
         inner = self._activate(inner)
-        found = self._down(inner, starts, tokens)
+        found = self.down(inner, starts, tokens)
         if config.held_experts is not None:  # what stands for another rank's may be infinite
             found = found.masked_fill(sorted_weights == 0, 0)
         if not config.routing.scales_input:
@@ -113,20 +143,21 @@ class Moe:
         by_token = torch.empty_like(found)
         by_token[order] = found
         answer = by_token.view(num_tokens, config.top_k, x.shape[1]).sum(1)
-        if self._shared is None:
+        if self.shared is None:
             return self._add_up(answer)
-        shared = self._shared(self._ops.to_activation(x))
+        shared = self.shared(self._ops.to_activation(x))
         if self._shared_gate is not None:
             shared = shared * self._shared_gate(x).sigmoid()
         return self._add_up(answer + shared)
 
     def _activate(self, inner: Tensor) -> Tensor:
-        if self._config.activation in ("silu", "swish"):
-            return self._ops.plain_silu_mul(inner)
-        gate, up = inner.chunk(2, dim=-1)
-        if self._config.activation == "clamped_swiglu":
+        if self.config.activation == "clamped_swiglu":
+            gate, up = inner.chunk(2, dim=-1)
             return clamped_swiglu(gate, up)
-        return ACTIVATIONS[self._config.activation](gate) * up
+        if self.kind == "silu":
+            return self._ops.plain_silu_mul(inner)
+        assert self.kind is not None, "families read no other"
+        return self._ops.activate(inner, self.kind, True)
 
 
 class ExpertBranch:
@@ -148,50 +179,3 @@ def _only_held(held: tuple[int, int], experts: Tensor, weights: Tensor) -> tuple
     first, end = held
     is_held = (experts >= first) & (experts < end)
     return (experts - first).clamp(0, end - first - 1), weights * is_held
-
-
-def choose_experts(
-    routing: RoutingConfig, top_k: int, logits: Tensor, correction: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Experts [T, k] int64 and their weights [T, k] float32, by the router's logits [T, E]."""
-    if routing.score == "softmax_of_chosen":
-        values, experts = logits.topk(top_k, dim=-1)
-        return experts, values.softmax(-1)
-    if routing.score == "sigmoid_of_chosen":
-        values, experts = logits.topk(top_k, dim=-1)
-        return experts, values.sigmoid()
-    if routing.score == "sparsemixer":
-        return _sparsemixer(logits, routing.jitter)
-    scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1)
-    ranked = scores if correction is None else scores + correction.float()
-    if routing.num_groups > 1:
-        ranked = _keep_best_groups(routing, ranked)
-    experts = ranked.topk(top_k, dim=-1).indices
-    weights = scores.gather(-1, experts)
-    if routing.is_normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + routing.norm_eps)
-    return experts, weights * routing.scale
-
-
-def _keep_best_groups(routing: RoutingConfig, scores: Tensor) -> Tensor:
-    groups = scores.view(len(scores), routing.num_groups, -1)
-    if routing.group_score == "top2":
-        best = groups.topk(2, dim=-1).values.sum(-1)
-    else:
-        best = groups.amax(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool)
-    kept.scatter_(1, best.topk(routing.num_chosen_groups, dim=-1).indices, True)
-    return groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-
-
-def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """Two experts, each weighed among the logits close to the best that is left (Phi-3.5-MoE)."""
-    experts, weights, left = [], [], logits
-    for _ in range(2):
-        best, expert = left.max(-1, keepdim=True)
-        distance = (best - logits) / logits.abs().clamp(min=best)
-        near = left.masked_fill(distance > 2 * jitter, -torch.inf)
-        weights.append(near.softmax(-1).gather(-1, expert))
-        experts.append(expert)
-        left = left.scatter(-1, expert, -torch.inf)
-    return torch.cat(experts, -1), torch.cat(weights, -1)

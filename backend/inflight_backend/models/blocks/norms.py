@@ -13,26 +13,22 @@ from inflight_backend.models.ops import Ops
 class Norm:
     """x [..., dim] -> [..., dim] of the same dtype."""
 
-    __slots__ = ("_bias", "_config", "_ops", "weight")
+    __slots__ = ("_ops", "bias", "config", "weight")
 
     def __init__(
         self, config: NormConfig, weight: Tensor | None, bias: Tensor | None, ops: Ops
     ) -> None:
         """``weight`` [dim] has the offset in it; it may be float32 where x is not."""
-        self.weight = weight
-        self._config, self._bias, self._ops = config, bias, ops
+        self.config, self.weight, self.bias, self._ops = config, weight, bias, ops
 
     def __call__(self, x: Tensor) -> Tensor:
         """The norm of each row."""
-        eps = self._config.eps
-        if self._config.kind == "rms":
-            if self.weight is None:
-                return plain_rms_norm(x, eps)
-            return self._ops.plain_rms_norm(x, self.weight, eps)
-        if self.weight is None or self.weight.dtype == x.dtype:
-            return functional.layer_norm(x, x.shape[-1:], self.weight, self._bias, eps)
-        bias = None if self._bias is None else self._bias.float()
-        return functional.layer_norm(x.float(), x.shape[-1:], self.weight, bias, eps).to(x.dtype)
+        eps = self.config.eps
+        if self.config.kind != "rms":
+            return self._ops.layer_norm(x, self.weight, self.bias, eps)
+        if self.weight is None:
+            return plain_rms_norm(x, eps)
+        return self._ops.plain_rms_norm(x, self.weight, eps)
 
 
 def plain_rms_norm(x: Tensor, eps: float) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from inflight_backend.models.quantization.forms import PackedWeight
 from inflight_backend.models.quantization.linears import dequantize
 from inflight_kernels.cpu import elementwise, linear, quantized_linear
+from inflight_kernels.cpu.routed.experts import SortedRows
 from inflight_kernels.cpu.threads import Stage
 
 Make: TypeAlias = Callable[[str, int, torch.dtype], Tensor]
@@ -221,3 +222,35 @@ class CompiledJoinedLinear(StagedLinear):
         shares = out.split_with_sizes([each.num_rows for each in self._parts], dim=-1)
         pairs = zip(self._parts, shares, strict=True)
         return [stage for part, share in pairs for stage in part.stages(x, share, make)]
+
+
+class CompiledExperts:
+    """Linears of experts: rows of x, sorted by expert, times their expert's weight."""
+
+    __slots__ = ("_bias", "_packed", "num_rows")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """weight [E, rows, columns], bias [E, rows]."""
+        self.num_rows = weight.shape[1]
+        self._packed = linear.pack(weight.flatten(0, 1))
+        self._bias = None if bias is None else bias.float().flatten()
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether there is a product for each expert."""
+        return linear.takes(weight[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what they read and give."""
+        return self._packed.dtype
+
+    def __call__(self, x: Tensor, starts: Tensor) -> Tensor:
+        """x [T, columns], ``starts`` [E + 1] of each expert's rows -> [T, rows]."""
+        return linear.grouped_linear(x, self._packed, starts, self._bias)
+
+    def stage(self, x: Tensor, rows: SortedRows, out: Tensor) -> Stage:
+        """The same of sorted rows into ``out``."""
+        return linear.grouped_linear_stage(
+            x, self._packed, self._bias, rows.starts, rows.active, out
+        )

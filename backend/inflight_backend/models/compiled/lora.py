@@ -19,7 +19,7 @@ from inflight_backend.models.blocks.lora import (
 )
 from inflight_backend.models.compiled.linears import CompiledHead, StagedLinear
 from inflight_backend.models.layers import Quantized
-from inflight_kernels.cpu.lora import (
+from inflight_kernels.cpu.routed.lora import (
     NUMBERS_OF_PART,
     PackedPart,
     StepRows,

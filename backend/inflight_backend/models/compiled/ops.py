@@ -1,4 +1,4 @@
-"""The table of ops whose linears, those of quantised weights too, norms and activation are
+"""The table of ops whose linears, those of quantised weights too, norms and activations are
 compiled."""
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight_backend.models.compiled.layers import join_layers
+from inflight_backend.models.compiled.layers import join_layers, softmax_options
 from inflight_backend.models.compiled.linears import (
+    CompiledExperts,
     CompiledHead,
     CompiledIntegerLinear,
     CompiledJoinedLinear,
@@ -20,6 +21,7 @@ from inflight_backend.models.compiled.linears import (
     CompiledPackedLinear,
     StagedLinear,
 )
+from inflight_backend.models.config import RoutingConfig
 from inflight_backend.models.layers import Linear, Parameter
 from inflight_backend.models.ops import TORCH_OPS
 from inflight_backend.models.quantization.cpu_products import (
@@ -30,12 +32,20 @@ from inflight_backend.models.quantization.cpu_products import (
 from inflight_backend.models.quantization.forms import PackedWeight
 from inflight_backend.models.quantization.linears import (
     JoinedLinear,
+    MultiplyGroups,
     dequantize,
     make_packed_experts,
     make_packed_linear,
 )
 from inflight_kernels.cpu import linear
-from inflight_kernels.cpu.elementwise import add_rms_norm, rms_norm, silu_mul
+from inflight_kernels.cpu.elementwise import (
+    activate,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+    silu_mul,
+)
+from inflight_kernels.cpu.routed.experts import choose_experts
 
 
 def _make_head(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -47,6 +57,20 @@ def _make_head(weight: Tensor) -> Callable[[Tensor], Tensor]:
 def _make_linear(weight: Parameter, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     assert isinstance(weight, Tensor), "of others the decoder makes its own"
     return CompiledLinear(weight, bias) if linear.takes(weight) else Linear(weight, bias)
+
+
+def _make_experts(weight: Tensor, bias: Tensor | None) -> MultiplyGroups:
+    if CompiledExperts.takes(weight):
+        return CompiledExperts(weight, bias)
+    return TORCH_OPS.make_experts(weight, bias)
+
+
+def _choose_experts(
+    routing: RoutingConfig, top_k: int, logits: Tensor, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if not routing.is_plain:
+        return TORCH_OPS.choose_experts(routing, top_k, logits, correction)
+    return choose_experts(logits, top_k, **softmax_options(routing))
 
 
 def _join(parts: list[Any]) -> Callable[[Tensor], Tensor]:
@@ -82,7 +106,12 @@ COMPILED_OPS = replace(
     add_rms_norm=add_rms_norm,
     final_norm=add_rms_norm,
     silu_mul=silu_mul,
+    plain_rms_norm=rms_norm,
+    layer_norm=layer_norm,
     plain_silu_mul=silu_mul,
+    make_experts=_make_experts,
+    choose_experts=_choose_experts,
+    activate=activate,
     make_linear=_make_linear,
     make_packed_linear=partial(make_packed_linear, products=_PRODUCTS, join=_join),
     make_packed_experts=partial(make_packed_experts, products=_PRODUCTS),
