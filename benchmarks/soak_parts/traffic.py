@@ -35,7 +35,11 @@ SERVED_TWICE = "duplicate came late"
 _QUESTION_SECONDS = 120.0
 _PROBE_SECONDS = 20.0
 # What OpenAI's API says meanwhile.
-_UNREACHED = ("connection to the inference server ended", "inference server cannot be reached")
+_UNREACHED = (
+    "connection to the inference server ended",
+    "inference server cannot be reached",
+    "inference server cannot take requests now",
+)
 # What a server says that stops, hangs, or has lost its model process (the last to who came through
 # a relay); and one that is full.
 HARM = ("shutting down", "makes no progress", "not healthy", "has ended", *_UNREACHED)
