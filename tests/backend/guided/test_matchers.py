@@ -340,7 +340,7 @@ def test_a_compiled_grammar_has_a_bounded_size(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         InvalidRequest, match=r"has \d{8} bytes when compiled; the limit is 1048576"
     ):
-        compile_guide(large, make_service()).take()
+        compile_guide(large, make_service(compile_seconds=10.0)).take()
 
 
 RUBBISH = st.text(alphabet='ab()[]{}\\,019|*+?^$:="# \nroot', max_size=60)
