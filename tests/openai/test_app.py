@@ -229,7 +229,11 @@ async def test_a_failure_in_mid_stream_is_an_event(
             {"Content-Encoding": "gzip"},
             200,
         ),
-        (gzip.compress(json.dumps(COMPLETION).encode()), {"Content-Encoding": "X-GZip"}, 200),
+        (
+            gzip.compress(json.dumps(COMPLETION).encode(), mtime=0),
+            {"Content-Encoding": "X-GZip"},
+            200,
+        ),
         (json.dumps(COMPLETION).encode(), {"Content-Encoding": ""}, 200),
         (b'{"model": "demo"}', {"Content-Encoding": "gzip"}, 400),
         (json.dumps(COMPLETION).encode(), {"Content-Encoding": "br"}, 415),
