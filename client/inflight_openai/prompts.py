@@ -150,8 +150,8 @@ class PromptReader:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens as they are written."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        """The text of ``ids``, without special tokens."""
+        text: str = self._tokenizer.decode(ids)
         return text
 
     def names(self, ids: Sequence[int]) -> list[str]:
