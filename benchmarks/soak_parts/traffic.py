@@ -64,7 +64,7 @@ _PLAIN = {"text_input", "max_tokens", "stream"}  # asks for an answer of which e
 _MAX_WRONG = 1000  # texts of what is wrong; the rest is only counted
 LONG = 2000
 """Tokens of answers that are not to be read to their end."""
-LONG_ENOUGH = 600
+LONG_ENOUGH = 1500
 """Tokens of an answer that still runs when a second request of its id arrives."""
 
 _BAD: tuple[tuple[dict[str, Any], str], ...] = (

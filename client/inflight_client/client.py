@@ -180,6 +180,7 @@ def _run_loop(
         if running:
             await asyncio.wait(running)
         await client.close()
+        await loop.shutdown_asyncgens()  # else they are closed when nothing runs any more
         # Tasks of grpc.aio's own end a moment after their calls.
         if left := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(left, timeout=_CLOSE_SECONDS / 2)

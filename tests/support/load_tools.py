@@ -17,7 +17,8 @@ ROOT = Path(sys.prefix) / "load-tools"
 PERF_ANALYZER = ROOT / "bin" / "perf_analyzer"
 
 # For outputs that a response does not have, perf_analyzer exports four bytes of memory it has just
-# been given. If they are no number, it writes an empty file and exits with 0: nothing of ours.
+# been given. If they are no number, it writes an empty file, or the beginning of one, and exits
+# with 0: nothing of ours.
 _ATTEMPTS = 4
 
 # Its binary asks for these; the tritonserver of the wheel brings them, under names of its own.
@@ -65,7 +66,7 @@ def run_genai_perf(scratch: Path, arguments: Sequence[str], seconds: float) -> d
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)
                 run.wait()
-        if not any(map(_is_empty, folder.glob("artifacts/*/profile_export.json"))):
+        if not any(map(_is_cut_off, folder.glob("artifacts/*/profile_export.json"))):
             break
     assert run.returncode == 0, printed
     (path,) = folder.glob("artifacts/*/profile_export_genai_perf.json")
@@ -86,11 +87,15 @@ def run_perf_analyzer(scratch: Path, arguments: Sequence[str]) -> tuple[str, lis
             timeout=120,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        if not _is_empty(export):
+        if not _is_cut_off(export):
             break
     (experiment,) = json.loads(export.read_text())["experiments"]
     return done.stdout, experiment["requests"]
 
 
-def _is_empty(export: Path) -> bool:
-    return export.stat().st_size == 0
+def _is_cut_off(export: Path) -> bool:
+    try:
+        json.loads(export.read_text())
+    except json.JSONDecodeError:
+        return True
+    return False
