@@ -86,7 +86,6 @@ def _idle(result: Result) -> Iterator[Result]:
 
 
 ROWS: dict[str, Callable[[Result], Iterable[Result]]] = {
-    "cpu_engine": _cpu_engine,
     "cpu_engine_experts": _cpu_engine,
     "cpu_engine_peers": _cpu_engine,
     "scheduler": _scheduler,
