@@ -6,6 +6,7 @@ A server gets a temporary folder of its own, so that whatever it leaves there is
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -203,8 +204,15 @@ def start_serve(
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that are free now."""
-    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
+    """Different ports that are free now, none of those that Linux gives to a connection that goes
+    out: ranks that look for their leader before it listens would take the port that it waits for.
+    """
+    sockets: list[socket.socket] = []
+    while len(sockets) < count:
+        with suppress(OSError):  # in use
+            sockets.append(
+                socket.create_server((HOST, random.SystemRandom().randrange(10_000, 32_768)))
+            )
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
         each.close()

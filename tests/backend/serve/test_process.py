@@ -291,7 +291,8 @@ class Running:
         self.health = ServerHealth(settings, workspace, self.server)
 
     def _model_files(self) -> dict[str, int]:
-        return {line[-1]: pid for pid, line in children_of(self.server.pid).items()}
+        """By its file, without those that show no command line: they just started, or ended."""
+        return {line[-1]: pid for pid, line in children_of(self.server.pid).items() if line}
 
     def watch(self, seconds: float, has_beat: bool = True) -> None:
         """What `inflight serve` does all the time."""
