@@ -612,7 +612,7 @@ class Decoder:
         down = given.summed_linear("down") if is_summed else given.linear("down")
         activation = make_activation(config.activation, given.optional("activation"))
         if config.sparsity:
-            activation = sparse(activation, config.sparsity)
+            activation = sparse(activation, config.sparsity, self._ranks)
         return Mlp(config, up, down, activation, self._ops)
 
     def _take_moe(self, given: Parameters, config: MoeConfig) -> Moe:

@@ -23,6 +23,7 @@ from inflight_backend.log import get_logger
 from inflight_backend.models.checkpoint_files import list_names, open_weights
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.layers import Fp8Weight, Parameter, Quantized, quantize
+from inflight_backend.models.parallel.place import WHOLE_EXPERTS
 from inflight_backend.models.parallel.reading import cut_rows, read_cut
 from inflight_backend.models.parameters import (
     Cut,
@@ -285,7 +286,8 @@ def _cut_packed(packed: PackedWeight, source: Source) -> PackedWeight:
     try:
         return packed if cut.columns is None else packed.with_columns(cut.columns)
     except ValueError as error:
-        raise CheckpointError(f"{source.module}: {error}") from None
+        way_out = f", or {WHOLE_EXPERTS}" if ".experts." in source.module else ""
+        raise CheckpointError(f"{source.module}: {error}{way_out}") from None
 
 
 def give_back_freed_memory() -> None:

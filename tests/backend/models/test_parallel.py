@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from backend.models.test_families import assert_close, logits_in_parts
 from support.checkpoints import write_checkpoint
 from support.families import write_family
-from support.quantized import SCHEMES, write_quantized
+from support.quantized import GPT_OSS, SCHEMES, write_quantized
 from support.rank_threads import run_ranks
 
 from inflight_backend.engine import EngineConfig
@@ -51,7 +52,7 @@ _MORE_CASES = [
         "bloom", "mpt", "gpt_neox", "codegen", "olmo2", "phi3", "dbrx", "opt-350m", "minicpm3",
         "llama4", "cohere2", "xglm", "persimmon",
     )),
-    *((name, "tp2") for name in ("qwen3_next", "gemma4-e2b", "gemma4-moe", "apertus")),
+    *((name, "tp2") for name in ("qwen3_next", "gemma3n", "gemma4-e2b", "gemma4-moe", "apertus")),
     *((name, "ep2") for name in ("mixtral", "qwen2_moe", "llama4", "deepseek_v3")),
     ("olmo2", "tp4"),
     ("falcon-7b", "tp4"),
@@ -115,10 +116,22 @@ def test_scales_are_cut_with_their_columns(tmp_path: Path, plain: Path, name: st
 
 def test_columns_ordered_by_activation_are_refused(tmp_path: Path, plain: Path) -> None:
     folder, _ = write_quantized(plain, tmp_path, SCHEMES["gptq-order"])
+    assert_not_parted(folder, r"o_proj: .*desc_act.*tensor_parallel_size 1")
+
+
+def test_a_group_of_one_scale_is_not_parted(tmp_path: Path) -> None:
+    """96 columns are three groups; of experts the error names what works."""
+    write_family(tmp_path / "plain", "gpt_oss")
+    pattern = re.compile(r".*experts\.(gate_up|down)_proj")
+    folder, _ = write_quantized(tmp_path / "plain", tmp_path, GPT_OSS, pattern)
+    assert_not_parted(folder, r"down_proj: .*groups of 32.*part them at 48.*, or expert_parallel")
+
+
+def assert_not_parted(folder: Path, message: str) -> None:
     model = read_model(folder)
     with Checkpoint(folder) as checkpoint:
         model = checkpoint.fit(model)
-        with pytest.raises(CheckpointError, match=r"o_proj: .*desc_act.*tensor_parallel_size 1"):
+        with pytest.raises(CheckpointError, match=message):
             checkpoint.load(local_parameters(model, PAIRS), torch.float32, "cpu")
 
 

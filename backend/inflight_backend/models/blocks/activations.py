@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from inflight_backend.models.parallel.collectives import NO_COLLECTIVES, Collectives
 from inflight_kernels import reference
 
 Activate = Callable[[Tensor], Tensor]
@@ -42,14 +43,20 @@ def _xielu(x: Tensor, numbers: Tensor) -> Tensor:
     return torch.where(x > 0, alpha_p * x * x + beta * x, negative)
 
 
-def sparse(activate: Activate, sparsity: float) -> Activate:
+def sparse(activate: Activate, sparsity: float, ranks: Collectives = NO_COLLECTIVES) -> Activate:
     """``activate`` of numbers that are taken for normally distributed in each row: of the largest,
-    less where they begin, and 0 for the ``sparsity`` that are smaller (Gemma 3n)."""
-    deviations = NormalDist().inv_cdf(sparsity)
+    less where they begin, and 0 for the ``sparsity`` that are smaller (Gemma 3n). A row is that of
+    all ``ranks``, of which each has equally many of its numbers."""
+    deviations, size = NormalDist().inv_cdf(sparsity), ranks.place.tensor_size
+
+    def mean_of(x: Tensor) -> Tensor:
+        return ranks.add(x.mean(-1, keepdim=True)) / size
 
     def apply(x: Tensor) -> Tensor:
-        deviation, mean = torch.std_mean(x, dim=-1, correction=0, keepdim=True)
-        return activate(functional.relu(x - (mean + deviation * deviations)))
+        wide = x.float()
+        mean = mean_of(wide)
+        deviation = mean_of((wide - mean).square()).sqrt()
+        return activate(functional.relu(x - (mean + deviation * deviations).to(x.dtype)))
 
     return apply
 

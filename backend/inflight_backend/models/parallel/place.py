@@ -8,6 +8,8 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.parameters import Ranges
 
 MAX_RANKS = 1024
+WHOLE_EXPERTS = "expert_parallel, which cuts no expert"
+"""What works where the numbers of experts cannot be divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,13 @@ class Place:
         )
         return range(first, end)
 
-    def part_of(self, count: int, what: str) -> range:
-        """Its equal part of ``count``; `ConfigurationError`, which names ``what``, if there are no
-        equal parts."""
+    def part_of(self, count: int, what: str, way_out: str = "") -> range:
+        """Its equal part of ``count``; `ConfigurationError`, which names ``what`` and what else
+        works, if there are no equal parts."""
         if count % self.tensor_size:
             raise ConfigurationError(
                 f"tensor_parallel_size is {self.tensor_size}, which does not divide the {count} "
-                f"{what} of the model; use a divisor of {count}"
+                f"{what} of the model; use a divisor of {count}{way_out}"
             )
         size = count // self.tensor_size
         return range(self.tensor_rank * size, (self.tensor_rank + 1) * size)

@@ -21,7 +21,7 @@ from inflight_backend.models.config import (
     ModelConfig,
     MoeConfig,
 )
-from inflight_backend.models.parallel.place import Place, ranges_of
+from inflight_backend.models.parallel.place import WHOLE_EXPERTS, Place, ranges_of
 from inflight_backend.models.parameters import (
     Cut,
     ParameterSpec,
@@ -186,7 +186,7 @@ def _local_moe(moe: MoeConfig, place: Place) -> MoeConfig:
     if place.splits_experts:
         experts = place.part_of(moe.num_experts, "experts")
         return replace(moe, shared=shared, held_experts=(experts.start, experts.stop))
-    size = len(place.part_of(moe.size, "inner numbers of an expert"))
+    size = len(place.part_of(moe.size, "inner numbers of an expert", f", or {WHOLE_EXPERTS}"))
     return replace(moe, shared=shared, size=size)
 
 
