@@ -38,7 +38,7 @@ from inflight_server.serve.tritonserver import TritonInstall, environment, locat
 from inflight_server.serve.workspace import BackendTmp, Workspace
 
 _POLL_SECONDS = 0.05  # while it starts and stops
-_WATCH_SECONDS = 1.0  # while it serves; a process that ends and a signal are noticed at once
+_WATCH_SECONDS = 0.2  # while it serves; a process that ends and a signal are noticed at once
 # A server without requests ends 2 to 3 s after SIGINT; its own limit only matters when our
 # drain gave up, and must end before we kill.
 _EXIT_TIMEOUT_SECONDS = 3

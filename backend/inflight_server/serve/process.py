@@ -206,9 +206,10 @@ def _is_address_space_limited() -> bool:
 
 _HEALTH_SECONDS = 2.0
 _PROBE_PERIOD_SECONDS = 2.0
+_BEAT_SECONDS = 1.0  # of a model, at least
 # For the model after it has reported that nothing moves: its streams have ended by then, the server
-# may still be writing the ends out.
-_FAREWELL_SECONDS = 1.0
+# may still be writing the ends out. Until it is ended Triton says that the model is ready.
+_FAREWELL_SECONDS = 0.5
 _SEE_LOG = "(--verbose shows its log)"
 
 
@@ -223,7 +224,8 @@ class ServerHealth:
         self._server = server
         stall_seconds = settings.llm_parameters.stall_seconds
         self._silence_seconds = stall_seconds + 2 * _PROBE_PERIOD_SECONDS
-        self._clock = AwakeClock(longest_turn=self._silence_seconds / 2)
+        self._model_silence_seconds = stall_seconds + _BEAT_SECONDS
+        self._clock = AwakeClock(longest_turn=stall_seconds / 2)
         self._answered_at = self._probed_at = self._beat_at = self._loaded_at = self._clock.now()
         self._last_beat = 0
         self._last_stage = _stage_of(None)
@@ -338,7 +340,7 @@ class ServerHealth:
         beat = beat_of(self._workspace.status_file)
         if beat != self._last_beat:
             self._last_beat, self._beat_at = beat, now
-        if now - self._beat_at > self._silence_seconds:
+        if now - self._beat_at > self._model_silence_seconds:
             raise ServingError(f"the model process was silent for {now - self._beat_at:.0f} s")
 
     def _check_health_of_model(self, status: ModelStatus | None) -> None:

@@ -322,6 +322,7 @@ class Running:
 @pytest.fixture
 def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start) -> Iterator[Running]:
     monkeypatch.setattr(process_module, "_PROBE_PERIOD_SECONDS", 0.1)
+    monkeypatch.setattr(process_module, "_BEAT_SECONDS", 0.2)
     monkeypatch.setattr(process_module, "_HEALTH_SECONDS", 0.2)
     monkeypatch.setattr(process_module, "_FAREWELL_SECONDS", 0.1)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
