@@ -140,7 +140,7 @@ def leave_if_orphaned() -> None:
 
 
 def _watch(parent: _Parent) -> None:
-    with suppress(OSError):  # a kernel without pidfd
+    with suppress(OSError, AttributeError):  # a kernel without pidfd, or a Python made on one
         end = select.poll()
         end.register(os.pidfd_open(parent.pid), select.POLLIN)
         leave_if_orphaned()  # the pid may have been used again

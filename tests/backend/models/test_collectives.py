@@ -27,14 +27,16 @@ def fail(*_: object) -> None:
     raise OSError
 
 
-def run_rank(rank: int, size: int, folder: Path, fails: str, where: int) -> None:
+def run_rank(rank: int, size: int, folder: Path, fails: str, where: int, is_there: bool) -> None:
     """Everything, in rows that need one piece of the memory and several. ``fails``: a function of
-    `os` that rank ``where`` does not have."""
+    `os` that raises on rank ``where``, or is not there."""
     torch.set_num_threads(1)
     store = FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    if rank == where:
+    if rank == where and is_there:
         setattr(os, fails, fail)
+    elif rank == where:
+        delattr(os, fails)
     ranks = GroupCollectives(Place(rank, size))
     assert (ranks._memory is None) == bool(fails)
     for number in range(NUM_ROUNDS):
@@ -53,15 +55,15 @@ def run_rank(rank: int, size: int, folder: Path, fails: str, where: int) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fails", "where"),
-    [("", -1), ("memfd_create", 0), ("readlink", 1)],
-    ids=["memory", "a sandbox", "two machines"],
+    ("fails", "where", "is_there"),
+    [("", -1, True), ("memfd_create", 0, True), ("memfd_create", 0, False), ("readlink", 1, True)],
+    ids=["memory", "a sandbox", "a Python for old systems", "two machines"],
 )
-def test_sums_and_what_else_is_told(tmp_path: Path, fails: str, where: int) -> None:
+def test_sums_and_what_else_is_told(tmp_path: Path, fails: str, where: int, is_there: bool) -> None:
     """By gloo where there is no memory for all of them."""
     context = multiprocessing.get_context("spawn")
     ranks = [
-        context.Process(target=run_rank, args=(rank, 3, tmp_path, fails, where))
+        context.Process(target=run_rank, args=(rank, 3, tmp_path, fails, where, is_there))
         for rank in range(3)
     ]
     for each in ranks:

@@ -253,13 +253,19 @@ def test_the_end_of_a_process_ends_a_wait(sleeper: subprocess.Popen[bytes]) -> N
         assert time.monotonic() - began < 30
 
 
-def test_a_kernel_that_cannot_watch_processes_makes_it_wait_for_the_time(
-    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lacks", ["kernel", "python"])
+def test_what_cannot_watch_processes_makes_it_wait_for_the_time(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, lacks: str
 ) -> None:
+    """A Python made for old systems has no such function."""
+
     def refuse(pid: int) -> int:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(os, "pidfd_open", refuse)
+    if lacks == "kernel":
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+    else:
+        monkeypatch.delattr(os, "pidfd_open")
     with StopSignals() as signals:
         began = time.monotonic()
         signals.wait(0.05, [sleeper.pid])

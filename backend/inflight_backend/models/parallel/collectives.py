@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from inflight_backend.log import get_logger
 from inflight_backend.models.parallel.place import ALONE, Place
 from inflight_backend.models.parallel.shared_memory import SharedMemory
+
+_logger = get_logger(__name__)
 
 
 class Collectives:
@@ -88,6 +91,8 @@ class GroupCollectives(Collectives):
         self._memory: SharedMemory | None = None
         if self._counts_on == "cpu" and place.tensor_size > 1:
             self._memory = SharedMemory.meet(place, self._groups.stage)
+            if self._memory is None and place.rank == 0:
+                _logger.info("the ranks share no memory: they add up through sockets, more slowly")
 
     def wait_for(self, timeout: timedelta) -> None:
         """How long each collective waits for the slowest rank from now on."""

@@ -55,7 +55,7 @@ class SharedMemory:
         first = place.stage * size
         own_file, memory, note = None, None, torch.zeros(3, dtype=torch.int64)
         if place.rank == first:
-            with suppress(OSError):  # a sandbox may have no such files
+            with suppress(OSError, AttributeError):  # a sandbox or a Python without such files
                 own_file, memory = _create(num_bytes)
                 token = int.from_bytes(memory[:8], "little")
                 note = torch.tensor([os.getpid(), own_file, token])
