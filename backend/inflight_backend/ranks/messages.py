@@ -84,9 +84,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """From a rank: it lives, and has run so many steps."""
-
-    num_steps: int
+    """From a rank: it lives."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -46,7 +46,6 @@ class _Pulse:
     """Tells the first rank, from a thread of its own, that this process lives."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.num_steps = 0
         self._connection, self._turn = connection, threading.Lock()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLRDHUP)
@@ -60,7 +59,7 @@ class _Pulse:
     def _run(self) -> None:
         while not self._poll.poll(BEAT_SECONDS * 1000):
             try:
-                self.send(Beat(self.num_steps))
+                self.send(Beat())
             except OSError:
                 break
         os._exit(_FAILURE)  # whatever else runs here waits for a rank that has gone
@@ -109,7 +108,6 @@ def _serve(connection: socket.socket, pulse: _Pulse, changes: Mapping[str, Any])
             if before is not None:
                 before.read()  # at most two steps may be on their way
             before = pending if engine.is_asynchronous else None
-            pulse.num_steps += 1
         elif isinstance(order, LoadAdapter):
             adapter = None
             if order.parts is not None:
