@@ -246,7 +246,7 @@ def test_tasks_rest_while_no_request_is_there() -> None:
     assert seen == [False, True, True, True, True, False]
 
 
-def test_a_task_that_takes_long_rests_ten_times_as_long_and_holds_up_no_other() -> None:
+def test_a_task_that_takes_long_rests_longer_and_holds_up_no_other() -> None:
     """A look at every stream takes a while when there are many."""
     starts: list[float] = []
     has_run_often, other_ran = threading.Event(), threading.Semaphore(0)
@@ -261,7 +261,7 @@ def test_a_task_that_takes_long_rests_ten_times_as_long_and_holds_up_no_other() 
     periodic_tasks = PeriodicTasks(tasks, is_busy=lambda: True)
     assert has_run_often.wait(WAIT)
     periodic_tasks.close()
-    assert min(later - earlier for earlier, later in itertools.pairwise(starts)) >= 0.1
+    assert min(later - earlier for earlier, later in itertools.pairwise(starts)) >= 0.2
     assert all(other_ran.acquire(blocking=False) for _ in range(6))
     # One during which the machine stood still.
     assert PeriodicTask(look, 0.1, seconds=3600.0).busy_period == 1.0
