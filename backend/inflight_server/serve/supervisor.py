@@ -56,7 +56,7 @@ class StopSignals:
         """
         watched = []
         for pid in processes:
-            with suppress(OSError, AttributeError):  # a Python may not have it (conda's)
+            with suppress(OSError, AttributeError):  # a Python may not have it
                 watched.append(os.pidfd_open(pid))
         poll = select.poll()
         for descriptor in (self._read_end, *watched):
