@@ -142,12 +142,12 @@ def test_every_event_tells_the_usage_so_far(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_an_echo_stands_before_each_answer(client: openai.OpenAI, is_streaming: bool) -> None:
-    for prompt, echoes in ((["1 2 3", "50 51"], ["1 2 3", "50 51"]), ([0, 18], ["1"])):
+    for prompt, echoes in ((["1 2 3", "50 51"], ["1 2 3", "50 51"]), ([0, 18], ["<|begin|>1"])):
         request: Any = {"prompt": prompt, "echo": True, "n": 2, "max_tokens": 12}
         texts = texts_of(ask(client, is_streaming=is_streaming, **request))
         for text, echo in zip(texts, [each for each in echoes for _ in range(2)], strict=True):
             assert text.startswith(echo)
-            assert_counts(echo, text.removeprefix(echo), 12)
+            assert_counts(echo.removeprefix("<|begin|>"), text.removeprefix(echo), 12)
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
@@ -582,25 +582,36 @@ def test_tokens_of_a_text_and_back(front: FrontProcess) -> None:
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-@pytest.mark.parametrize("num_top", [0, 2])
-def test_a_prompt_is_scored(client: openai.OpenAI, is_streaming: bool, num_top: int) -> None:
+@pytest.mark.parametrize(
+    ("num_top", "prompt", "num_unseen"),
+    [
+        (0, "1 2 3 4", 1),  # the token that begins a text
+        (2, [18, 0, 18, 222, 19, 222, 20, 222, 21], 0),
+    ],
+)
+def test_a_prompt_is_scored(
+    client: openai.OpenAI, is_streaming: bool, num_top: int, prompt: Any, num_unseen: int
+) -> None:
     """What `lm_eval` asks: log probabilities of the prompt, and nothing new; equal to those of the
     same tokens as an answer."""
     told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "text_offset": []}
     tops: list[Any] = []
-    asked = {"prompt": "1 2 3 4", "echo": True, "logprobs": num_top, "max_tokens": 0}
-    for part in ask(client, is_streaming=is_streaming, **asked):
+    asked = {"prompt": prompt, "echo": True, "logprobs": num_top, "max_tokens": 0}
+    parts = ask(client, is_streaming=is_streaming, **asked)
+    for part in parts:
         rows = part.choices[0].logprobs
         for name, values in told.items():
             values += getattr(rows, name) if rows is not None else []
         tops += (rows and rows.top_logprobs) or []
-    assert "".join(told["tokens"][1:]) == "1 2 3 4"  # behind the token that begins a text
+    [text], seen = texts_of(parts), told["tokens"][num_unseen:]
+    assert "".join(seen) == text
+    for token, offset in zip(seen, told["text_offset"][num_unseen:], strict=True):
+        assert text[offset:].startswith(token)
     first, *others = told["token_logprobs"]
     assert first is None
-    assert told["text_offset"][-1] == 6
     assert len(tops) == (len(told["tokens"]) if num_top else 0)
     assert all(len(top) in (2, 3) for top in tops[1:])
-    done = client.completions.create(**ANSWER | {"prompt": "1 2 3"}, max_tokens=2, logprobs=0)
+    done = client.completions.create(**ANSWER | {"prompt": prompt[:-2]}, max_tokens=2, logprobs=0)
     [choice] = done.choices
     assert choice.text == " 4"
     assert choice.logprobs is not None
