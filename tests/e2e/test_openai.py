@@ -658,7 +658,8 @@ def ask_often(sdk: openai.OpenAI) -> None:
 def test_one_command_serves_it_with_a_key(serve: Any) -> None:
     """And its process is started again when it dies; one of the server's changes nothing."""
     [port] = free_ports(1)
-    own = serve(options=[f"--openai-port={port}"], environment={"INFLIGHT_API_KEY": "s3cret"})
+    options = [f"--openai-port={port}", "--allow-origin=https://a.example"]
+    own = serve(options=options, environment={"INFLIGHT_API_KEY": "s3cret"})
     base = f"http://{HOST}:{port}/v1"
     assert f"OpenAI     {base}" in own.stdout
     assert "s3cret" not in own.stdout + own.stderr
@@ -666,7 +667,10 @@ def test_one_command_serves_it_with_a_key(serve: Any) -> None:
         headers = {b"Authorization": f"Bearer {key}".encode()}
         refused = httpx.get(f"{base}/models", headers=headers, trust_env=False)
         assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
-    assert httpx.get(f"http://{HOST}:{port}/health", trust_env=False).status_code == 200
+    page = {"Origin": "https://a.example"}
+    healthy = httpx.get(f"http://{HOST}:{port}/health", headers=page, trust_env=False)
+    assert healthy.status_code == 200
+    assert healthy.headers["Access-Control-Allow-Origin"] == page["Origin"]
     with openai.OpenAI(base_url=base, api_key="s3cret", max_retries=0) as sdk:
         wait_until_answered(sdk)
         [front] = [

@@ -127,7 +127,7 @@ def has_tokenizer(settings: ServeSettings) -> bool:
 
 def has_chat_template(settings: ServeSettings) -> bool:
     """True if messages can be served, as far as the files tell."""
-    if "--chat-template" in settings.openai_options:
+    if settings.front.chat_template is not None:
         return True
     folder = settings.tokenizer_dir
     if any(find_file(folder, name) for name in _TEMPLATES):

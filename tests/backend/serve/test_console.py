@@ -14,6 +14,7 @@ import pytest
 import typer
 
 from inflight_backend.status import ModelStatus
+from inflight_client.front_options import FrontOptions
 from inflight_server.commands.serve import serve
 from inflight_server.serve.console import LoadingDisplay, ready_block, say
 from inflight_server.serve.settings import DEMO_MODEL, ServeSettings
@@ -66,7 +67,7 @@ LOADING = ModelStatus("loading", 1, {"loaded_bytes": 5, "total_bytes": 10})
             ),
         ),
         (
-            {"openai_port": 9009, "api_key": "x", "openai_options": {"--served-model-name": "m"}},
+            {"openai_port": 9009, "api_key": "x", "front": FrontOptions(served_name="m")},
             (
                 '9009/v1/chat/completions -H "Authorization: Bearer $INFLIGHT_API_KEY" -d ',
                 'api_key="KEY")',
