@@ -33,9 +33,8 @@ ANSWER: dict[str, Any] = {"model": MODEL, "prompt": "1 2 3", "temperature": 0}
 
 @pytest.fixture(scope="module")
 def front(server: ServeProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
-    running = FrontProcess(tmp_path_factory.mktemp("front"), server.grpc_url).wait_until_ready()
-    yield running
-    assert running.stop() == 0, running.output
+    with FrontProcess(tmp_path_factory.mktemp("front"), server.grpc_url) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -401,9 +400,11 @@ def test_limits_and_a_stop_that_lets_running_answers_finish(
     server: ServeProcess, tmp_path: Path
 ) -> None:
     options = ["--max-requests=1", "--max-body-bytes=2048", "--served-model-name=mine"]
-    front = FrontProcess(tmp_path, server.grpc_url, options).wait_until_ready()
     body = ANSWER | {"model": "mine", "max_tokens": 300, "stream": True}
-    with httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT_SECONDS) as http:
+    with (
+        FrontProcess(tmp_path, server.grpc_url, options) as front,
+        httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT_SECONDS) as http,
+    ):
         assert http.get("/v1/models").json()["data"][0]["id"] == "mine"
         assert http.get("/health").status_code == 200
         large = http.post("/v1/completions", json={**body, "prompt": "1" * 3000})
@@ -419,7 +420,6 @@ def test_limits_and_a_stop_that_lets_running_answers_finish(
     events = [json.loads(line.removeprefix("data: ")) for line in received if "{" in line]
     assert_counts("1 2 3", "".join(event["choices"][0]["text"] for event in events), 300)
     assert events[-1]["choices"][0]["finish_reason"] == "length"
-    assert front.process.wait(timeout=WAIT_SECONDS) == 0
 
 
 def wait_until_not_ready(http: httpx.Client) -> None:
@@ -436,9 +436,11 @@ def test_a_missing_a_draining_and_a_killed_server(tmp_path: Path, serve: Any) ->
     assert failed.process.wait(timeout=WAIT_SECONDS) == 1
     assert f"no server answers at grpc://{HOST}:{unused}" in failed.output
     own = serve()
-    front = FrontProcess(tmp_path, own.grpc_url).wait_until_ready()
     body = ANSWER | {"max_tokens": 8000, "stream": True}
-    with httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT_SECONDS) as http:
+    with (
+        FrontProcess(tmp_path, own.grpc_url) as front,
+        httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT_SECONDS) as http,
+    ):
         with http.stream("POST", "/v1/completions", json=body) as running:
             lines = running.iter_lines()
             assert next(lines).startswith("data: {")
@@ -459,7 +461,6 @@ def test_a_missing_a_draining_and_a_killed_server(tmp_path: Path, serve: Any) ->
         assert (gone.status_code, gone.json()["error"]["code"]) == (503, "server_unreachable")
         assert str(own.grpc_port) not in gone.text
         assert http.get("/health").status_code == 503
-    assert front.stop() == 0
 
 
 WEATHER = {

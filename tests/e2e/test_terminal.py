@@ -23,9 +23,8 @@ WAIT_SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def front(server: ServeProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
-    front = FrontProcess(tmp_path_factory.mktemp("front"), server.grpc_url).wait_until_ready()
-    yield front
-    assert front.stop() == 0
+    with FrontProcess(tmp_path_factory.mktemp("front"), server.grpc_url) as front:
+        yield front
 
 
 def run(*arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:

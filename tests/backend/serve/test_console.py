@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import typer
 
@@ -97,6 +98,22 @@ def test_block_names_endpoints_model_and_what_to_type(
     for part in parts:
         assert part in block
     assert ("open to other machines" in block) == (settings.get("host") == "0.0.0.0")
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_block_chats_with_a_gguf_file_that_has_a_template(
+    tmp_path: Path, has_template: bool
+) -> None:
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tokenizer_model("gpt2")
+    if has_template:
+        writer.add_chat_template("{{ messages }}")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    block = ready_block(ServeSettings(model=file), READY)
+    assert ("/v1/chat/completions" in block) == has_template
 
 
 def test_a_model_without_tokenizer_gets_token_ids(tmp_path: Path) -> None:
