@@ -62,6 +62,7 @@ def test_chat_into_a_pipe(front: FrontProcess, tmp_path: Path) -> None:
     assert done.stderr.count("[9 tokens") == 2
     assert "error: temprature cannot be set; there are" in done.stderr
     assert "error: top_p: " in done.stderr  # and what was refused is not in the conversation
+    assert "error: /nonsense is no command; there are\n" in done.stderr
     assert "/save FILE" in done.stderr
     body = json.loads(saved.read_text())
     said = [(each["role"], each["content"]) for each in body["messages"]]
