@@ -416,6 +416,7 @@ def test_limits_and_a_stop_that_lets_running_answers_finish(
             assert refused.json()["error"]["type"] == "rate_limit_error"
             front.process.send_signal(signal.SIGTERM)
             received = list(running.iter_lines())
+        assert front.process.wait(timeout=WAIT_SECONDS) == 0
     assert received[-2:] == ["data: [DONE]", ""]
     events = [json.loads(line.removeprefix("data: ")) for line in received if "{" in line]
     assert_counts("1 2 3", "".join(event["choices"][0]["text"] for event in events), 300)
