@@ -67,17 +67,6 @@ ApiKeyOption = Annotated[
 ApiKeyFileOption = Annotated[
     Path | None, typer.Option(help="A file with such keys, one in a line.")
 ]
-ServedNameOption = Annotated[
-    str | None,
-    typer.Option(help="What clients of OpenAI's API call the model; default: the server's name."),
-]
-ChatTemplateOption = Annotated[
-    Path | None, typer.Option(help="A Jinja file instead of the checkpoint's chat template.")
-]
-ToolParserOption = Annotated[
-    str | None,
-    typer.Option(help="How the model writes tool calls; default: what its template tells."),
-]
 HeaderOption = Annotated[
     list[str] | None,
     typer.Option(

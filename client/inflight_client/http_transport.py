@@ -208,6 +208,8 @@ def error_of_status(status: int, body: bytes) -> InflightError:
         message = json.loads(text.removeprefix("data:"))["error"]
     except (json.JSONDecodeError, KeyError, TypeError):
         message = f"HTTP status {status}: {text[:200] or 'no explanation'}"
+    if isinstance(message, dict):  # in OpenAI's shape
+        message = f"{message.get('message')} (OpenAI's API is there; Triton's has another port)"
     return denied(str(message)) if status in _DENIED else ServerError(str(message))
 
 

@@ -162,7 +162,9 @@ class OpenAIApp:
             redirect_slashes=False,
         )
         guarded = require_key(app, self.settings.api_keys)
-        shared = cors(guarded, self.settings.allowed_origins)  # which answers before a key is sent
+        shared = cors(
+            guarded, self.settings.allowed_origins or ()
+        )  # which answers before a key is sent
         return with_request_ids(shared)
 
     def _card(self, name: str) -> dict[str, Any]:

@@ -144,7 +144,10 @@ def parse_completion(
     ]
     if not all(ids):
         raise bad_field("prompt", "empty: a prompt needs at least one token")
-    texts = (each if isinstance(each, str) else reader.decode(each) for each in body.prompt)
+    texts = (
+        each if isinstance(each, str) else reader.decode(each, skip_special_tokens=False)
+        for each in body.prompt
+    )
     echoes = tuple(texts) if body.echo else ()
     prompts = _truncated(body, reader, ids, max_tokens)
     return _request(body, reader, prompts, max_tokens, body.logprobs, unknown, echoes)

@@ -149,9 +149,9 @@ class PromptReader:
         """How many tokens ``text`` has."""
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, without special tokens."""
-        text: str = self._tokenizer.decode(ids)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def names(self, ids: Sequence[int]) -> list[str]:

@@ -424,11 +424,14 @@ def _with_prompt(
 
 
 def _offsets(request: GenerationRequest, index: int, echo: str, token_of: TokenOf) -> TextOffsets:
-    """For the text of an answer: of a prompt's own beginning token an echo has nothing."""
+    """For the text of an answer. What its echo lacks of the prompt's tokens (a beginning token that
+    the tokenizer added, the space before a first word) or has beyond them (a beginning that was cut
+    off) is at the beginning."""
     if not (request.echoes and request.has_log_probs):
         return TextOffsets()
-    first = token_of(request.prompts[index // request.num_answers][0]).text
-    return TextOffsets(0 if echo.startswith(first) else -len(first))
+    tokens = map(token_of, request.prompts[index // request.num_answers])
+    parts = (token.text.encode() if token.data is None else token.data for token in tokens)
+    return TextOffsets(len(echo) - len(b"".join(parts).decode(errors="replace")))
 
 
 def error_event(body: dict[str, Any]) -> bytes:

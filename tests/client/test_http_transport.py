@@ -21,6 +21,7 @@ def test_event_that_is_not_an_object(data: bytes) -> None:
         (b'data: {"error":"no prompt"}\n\n', "no prompt"),
         (b"<html>proxy</html>", "HTTP status 502: <html>proxy</html>"),
         (b"", "HTTP status 502: no explanation"),
+        (b'{"error":{"message":"Not Found"}}', r"Not Found \(OpenAI's API is there; .*\)"),
         (b"[]", r"HTTP status 502: \[\]"),
     ],
 )

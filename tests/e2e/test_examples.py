@@ -34,8 +34,5 @@ def test_stop(server: ServeProcess) -> None:
 
 
 def test_chat(server: ServeProcess, tmp_path: Path) -> None:
-    front = FrontProcess(tmp_path, server.grpc_url).wait_until_ready()
-    try:
+    with FrontProcess(tmp_path, server.grpc_url) as front:
         assert run("chat", f"{front.url}/v1").strip()
-    finally:
-        front.stop()

@@ -156,8 +156,10 @@ def test_an_encoder_reads_the_prompt(
     (answer,) = stream_infer(running, "tensorrt_llm", asked, ("output_ids",))
     found = answer["output_ids"].flatten().tolist()
     assert found == [0, 9, 10, *pair.greedy(ids, 12, [0, 9, 10])]
-    front = FrontProcess(tmp_path_factory.mktemp("front"), running.grpc_url).wait_until_ready()
-    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
+    with (
+        FrontProcess(tmp_path_factory.mktemp("front"), running.grpc_url) as front,
+        openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+    ):
         [model] = client.models.list().data
         done = client.completions.create(model=model.id, prompt=texts, max_tokens=12, temperature=0)
         assert [choice.text for choice in done.choices] == expected
@@ -165,7 +167,6 @@ def test_an_encoder_reads_the_prompt(
         assert done.usage.prompt_tokens == sum(len(tokenizer(each)["input_ids"]) for each in texts)
         with pytest.raises(openai.BadRequestError, match="an encoder reads the prompt"):
             client.completions.create(model=model.id, prompt="a", echo=True, logprobs=1)
-    assert front.stop() == 0, front.output
 
 
 @pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.1), ("int4", 1.5)])

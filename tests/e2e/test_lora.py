@@ -119,31 +119,31 @@ def test_weights_once_then_by_id(adapters: Adapters) -> None:
 @pytest.mark.slow
 def test_gateways_read_which_adapters_run(adapters: Adapters, tmp_path: Path) -> None:
     """On the page of OpenAI's side, one series at a time."""
-    front = FrontProcess(
-        tmp_path, adapters.server.grpc_url, [f"--metrics-url={adapters.server.metrics_url}"]
-    )
-    url = f"{front.wait_until_ready().url}/metrics"
+    options = [f"--metrics-url={adapters.server.metrics_url}"]
+    with FrontProcess(tmp_path, adapters.server.grpc_url, options) as front:
+        url = f"{front.url}/metrics"
 
-    def wait_for(labels: str) -> None:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while True:
-            page = httpx.get(url, trust_env=False).text
-            lines = [line for line in page.splitlines() if line.startswith(f"{LORA_REQUESTS}{{")]
-            assert len(lines) == 1
-            if labels in lines[0]:
-                break
-            assert time.monotonic() < deadline, lines
-            time.sleep(0.05)
-        assert "nv_trt_llm_request_metrics{" in page
-        assert abs(float(lines[0].rpartition(" ")[2]) - time.time()) < WAIT_SECONDS
+        def wait_for(labels: str) -> None:
+            deadline = time.monotonic() + WAIT_SECONDS
+            while True:
+                page = httpx.get(url, trust_env=False).text
+                lines = [
+                    line for line in page.splitlines() if line.startswith(f"{LORA_REQUESTS}{{")
+                ]
+                assert len(lines) == 1
+                if labels in lines[0]:
+                    break
+                assert time.monotonic() < deadline, lines
+                time.sleep(0.05)
+            assert "nv_trt_llm_request_metrics{" in page
+            assert abs(float(lines[0].rpartition(" ")[2]) - time.time()) < WAIT_SECONDS
 
-    values: dict[str, Any] = {"input_ids": IDS, "input_lengths": len(IDS), "end_id": -1}
-    with PeerClient(adapters.server.grpc_url) as client:
-        client.send("1", **values, request_output_len=2000, streaming=True, lora_name="mine")
-        wait_for('running_lora_adapters="mine",waiting_lora_adapters=""')
-        client.send("1", stop=True)
-    wait_for('running_lora_adapters="",waiting_lora_adapters=""')
-    assert front.stop() == 0
+        values: dict[str, Any] = {"input_ids": IDS, "input_lengths": len(IDS), "end_id": -1}
+        with PeerClient(adapters.server.grpc_url) as client:
+            client.send("1", **values, request_output_len=2000, streaming=True, lora_name="mine")
+            wait_for('running_lora_adapters="mine",waiting_lora_adapters=""')
+            client.send("1", stop=True)
+        wait_for('running_lora_adapters="",waiting_lora_adapters=""')
 
 
 @pytest.mark.slow
@@ -179,11 +179,11 @@ def test_weights_in_the_type_of_the_model(adapters: Adapters) -> None:
 
 @pytest.mark.slow
 def test_names_in_openais_api(adapters: Adapters, tmp_path: Path) -> None:
-    front = FrontProcess(tmp_path, adapters.server.grpc_url, ["--allow-runtime-lora"])
-    other = FrontProcess(tmp_path, adapters.server.grpc_url)
-    base = f"{front.wait_until_ready().url}/v1"
-    other.wait_until_ready()
-    try:
+    with (
+        FrontProcess(tmp_path, adapters.server.grpc_url, ["--allow-runtime-lora"]) as front,
+        FrontProcess(tmp_path, adapters.server.grpc_url) as other,
+    ):
+        base = f"{front.url}/v1"
         with openai.OpenAI(base_url=base, api_key="none", max_retries=0) as client:
             ask: dict[str, Any] = {
                 "prompt": PROMPT, "temperature": 0, "max_tokens": COUNT,
@@ -218,8 +218,6 @@ def test_names_in_openais_api(adapters: Adapters, tmp_path: Path) -> None:
             assert again.json()["error"]["message"] == "The lora adapter 'other' cannot be found."
             assert [each.id for each in client.models.list().data] == [model.id, "mine"]
         assert httpx.post(f"{other.url}/v1/load_lora_adapter", json=body).status_code == 404
-    finally:
-        assert front.stop() == other.stop() == 0
 
 
 def test_names_in_vllms_api_and_on_the_command_line(adapters: Adapters) -> None:

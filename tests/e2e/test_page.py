@@ -63,9 +63,8 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def page_url(server: ServeProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A front of the shared server."""
-    front = FrontProcess(tmp_path_factory.mktemp("front"), server.grpc_url).wait_until_ready()
-    yield front.url + "/"
-    assert front.stop() == 0
+    with FrontProcess(tmp_path_factory.mktemp("front"), server.grpc_url) as front:
+        yield front.url + "/"
 
 
 def say(page: Page, text: str) -> Locator:
@@ -219,31 +218,36 @@ def test_a_key_is_asked_for(
     browser: Browser, server: ServeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INFLIGHT_API_KEY", "secret")
-    front = FrontProcess(tmp_path, server.grpc_url).wait_until_ready()
-    context = browser.new_context()
-    page = context.new_page()
-    page.goto(front.url)
-    dialog = page.get_by_role("dialog")
-    calls = "Promise.all([live.call('/page/info'), live.call('/page/info')])"
-    page.evaluate(f"() => {{ window.found = import('/page/live.js').then((live) => {calls}); }}")
-    for key in ("wrong", "secret"):
-        expect(dialog).to_be_visible(timeout=WAIT_MS)
-        page.get_by_label("API key").fill(key)
-        page.get_by_role("button", name="Use it").click()
-    expect(page.get_by_role("status").first).to_have_text("live", timeout=WAIT_MS)
-    # Calls that were refused at the same time share one question, and none is lost.
-    assert page.evaluate("window.found.then((all) => all.map((each) => each.status))") == [200] * 2
-    assert "secret" not in page.content()
-    context.close()
-    assert httpx.get(front.url + "/page/events").status_code == 401
-    assert front.stop() == 0
+    with FrontProcess(tmp_path, server.grpc_url) as front:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(front.url)
+        dialog = page.get_by_role("dialog")
+        calls = "Promise.all([live.call('/page/info'), live.call('/page/info')])"
+        page.evaluate(
+            f"() => {{ window.found = import('/page/live.js').then((live) => {calls}); }}"
+        )
+        for key in ("wrong", "secret"):
+            expect(dialog).to_be_visible(timeout=WAIT_MS)
+            page.get_by_label("API key").fill(key)
+            page.get_by_role("button", name="Use it").click()
+        expect(page.get_by_role("status").first).to_have_text("live", timeout=WAIT_MS)
+        # Calls that were refused at the same time share one question, and none is lost.
+        assert (
+            page.evaluate("window.found.then((all) => all.map((each) => each.status))") == [200] * 2
+        )
+        assert "secret" not in page.content()
+        context.close()
+        assert httpx.get(front.url + "/page/events").status_code == 401
 
 
 def test_texts_are_asked_for_when_chosen_and_at_the_end(
     browser: Browser, server: ServeProcess, tmp_path: Path
 ) -> None:
-    front = FrontProcess(tmp_path, server.grpc_url, ["--show-text"]).wait_until_ready()
-    with opened(browser, front.url + "/#playground") as page:
+    with (
+        FrontProcess(tmp_path, server.grpc_url, ["--show-text"]) as front,
+        opened(browser, front.url + "/#playground") as page,
+    ):
         asked: list[str] = []
         page.on(
             "request", lambda each: asked.append(each.url) if "/page/text" in each.url else None
@@ -259,7 +263,6 @@ def test_texts_are_asked_for_when_chosen_and_at_the_end(
         last = re.findall(r"\d+", answer.text_content() or "")[-1]
         expect(details.locator(".text pre").last).to_have_text(re.compile(rf" {last}\s*$"))
         assert 1 <= len(asked) <= 2, asked
-    assert front.stop() == 0
 
 
 def test_a_lane_taken_for_ended_comes_back(browser: Browser, page_url: str) -> None:

@@ -254,12 +254,8 @@ def test_token_clients_end_at_what_they_name(server: PlainServer) -> None:
 
 @pytest.fixture
 def front(server: PlainServer, tmp_path: Path) -> Iterator[FrontProcess]:
-    running = FrontProcess(tmp_path, server.grpc_url)
-    try:
-        yield running.wait_until_ready()
-    finally:
-        code = running.stop()
-    assert code == 0, running.output
+    with FrontProcess(tmp_path, server.grpc_url) as running:
+        yield running
 
 
 @pytest.mark.parametrize("server", ["--decoupled"], indirect=True)

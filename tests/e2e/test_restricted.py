@@ -77,14 +77,11 @@ def test_without_it_the_header_is_named(
 def test_the_front_sends_the_key(server: PlainServer, tmp_path: Path) -> None:
     file = tmp_path / "headers"
     file.write_text(f"{NAMES['grpc']}: {VALUE}\n")
-    front = FrontProcess(tmp_path, server.grpc_url, [f"--header=@{file}"]).wait_until_ready()
-    try:
+    with FrontProcess(tmp_path, server.grpc_url, [f"--header=@{file}"]) as front:
         body = {"model": "demo_model", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
         answer = httpx.post(f"{front.url}/v1/completions", json=body, timeout=60, trust_env=False)
         assert_counts(PROMPT, answer.json()["choices"][0]["text"], 20)
         assert httpx.get(f"{front.url}/health", trust_env=False).status_code == httpx.codes.OK
-    finally:
-        assert front.stop() == 0
     assert VALUE not in front.output
 
 

@@ -7,7 +7,7 @@ import asyncio
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,10 @@ def fronts(
 ) -> Iterator[list[FrontProcess]]:
     folder = tmp_path_factory.mktemp("fronts")
     options = ["--strict", f"--metrics-url={server.metrics_url}"]
-    running = [FrontProcess(folder, server.grpc_url, options) for _ in range(2)]
-    yield [front.wait_until_ready() for front in running]
-    for front in running:
-        assert front.stop() == 0, front.output
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(FrontProcess(folder, server.grpc_url, options)) for _ in range(2)
+        ]
 
 
 @pytest.fixture(scope="module")

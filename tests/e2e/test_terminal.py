@@ -23,9 +23,8 @@ WAIT_SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def front(server: ServeProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
-    front = FrontProcess(tmp_path_factory.mktemp("front"), server.grpc_url).wait_until_ready()
-    yield front
-    assert front.stop() == 0
+    with FrontProcess(tmp_path_factory.mktemp("front"), server.grpc_url) as front:
+        yield front
 
 
 def run(*arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
@@ -63,6 +62,7 @@ def test_chat_into_a_pipe(front: FrontProcess, tmp_path: Path) -> None:
     assert done.stderr.count("[9 tokens") == 2
     assert "error: temprature cannot be set; there are" in done.stderr
     assert "error: top_p: " in done.stderr  # and what was refused is not in the conversation
+    assert "error: /nonsense is no command; there are\n" in done.stderr
     assert "/save FILE" in done.stderr
     body = json.loads(saved.read_text())
     said = [(each["role"], each["content"]) for each in body["messages"]]

@@ -186,10 +186,8 @@ def test_inputs_together_and_the_statistics_behind_them(server: ServeProcess) ->
 
 
 def test_openai(server: ServeProcess, tmp_path: Path) -> None:
-    front = FrontProcess(tmp_path, server.grpc_url, ["--served-model-name=golden"])
-    try:
-        front.wait_until_ready()
-        found = {}
+    found = {}
+    with FrontProcess(tmp_path, server.grpc_url, ["--served-model-name=golden"]) as front:
         for path, body in OPENAI:
             named = {"model": "golden", "temperature": 0, **body}
             answer = httpx.post(f"{front.url}/v1/{path}", json=named, timeout=60, trust_env=False)
@@ -197,8 +195,6 @@ def test_openai(server: ServeProcess, tmp_path: Path) -> None:
             content.pop("id", None)
             content.pop("created", None)
             found[f"{path} {json.dumps(body)}"] = [answer.status_code, content]
-    finally:
-        front.stop()
     check("openai", found)
 
 

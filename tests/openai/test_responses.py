@@ -160,6 +160,29 @@ def test_echo(num_pieces: int) -> None:
     assert texts_of(events(this, pieces)) == dict(enumerate(wanted))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "echo", "wanted"),
+    [
+        ((5, 6, 7), 'Gra "q"\n', [0, 2, 4, 8]),
+        ((5, 6, 7), 'a "q"\n', [0, 0, 2, 6]),  # without the token that begins a text
+        ((6, 5), "Gra Gr", [2, 4, 6]),  # with what was cut off for the model
+        ((8, 9, 6), "üßea ", [0, 0, 3, 5]),  # parts of one character
+        ((9, 6), "\ufffdßea ", [0, 3, 5]),
+    ],
+)
+def test_offsets_of_an_echo_point_into_its_text(
+    prompt: tuple[int, ...], echo: str, wanted: list[int]
+) -> None:
+    this = dataclasses.replace(
+        request(is_chat=False, num_log_probs=0), prompts=(prompt,), echoes=(echo,), num_answers=1
+    )
+    told = tuple(TokenLogProbs(token_id, -1.0) for token_id in prompt[1:])
+    pieces = [Piece(0, "Gr", 1, [TokenLogProbs(5, -0.5)], "length", prompt=told)]
+    assert whole(this, pieces)["choices"][0]["logprobs"]["text_offset"] == wanted
+    rows = [event["choices"][0]["logprobs"] for event in events(this, pieces) if event["choices"]]
+    assert [place for row in rows if row for place in row["text_offset"]] == wanted
+
+
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_log_probabilities(is_chat: bool) -> None:
     this = request(is_chat=is_chat, num_log_probs=2)

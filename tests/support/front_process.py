@@ -15,7 +15,8 @@ _STOP_SECONDS = 30.0
 
 
 class FrontProcess:
-    """One run of ``inflight openai`` on a free port."""
+    """One run of ``inflight openai`` on a free port; a context manager for those that are to be
+    ready."""
 
     def __init__(self, folder: Path, url: str, options: Sequence[str] = ()) -> None:
         [self.port] = free_ports(1)
@@ -39,16 +40,28 @@ class FrontProcess:
         """What it has printed so far."""
         return self._log.read_text()
 
-    def wait_until_ready(self) -> FrontProcess:
+    def __enter__(self) -> FrontProcess:
         """Return when it takes requests; fail if it ends before."""
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.process.kill()
+            raise
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """End it; it must end well, unless the block has failed anyway."""
+        self.process.send_signal(signal.SIGTERM)  # nothing for one that has ended
+        try:
+            code = self.process.wait(timeout=_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        assert error is not None or code == 0, self.output
+
+    def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while "is ready" not in self.output:
             assert self.process.poll() is None, self.output
             assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
-        return self
-
-    def stop(self) -> int:
-        """Ask it to stop and return its exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=_STOP_SECONDS)

@@ -13,14 +13,9 @@ import typer
 
 from inflight_backend.errors import ConfigurationError, ServingError
 from inflight_backend.ranks.machines import DEFAULT_PORT
-from inflight_client.cli import (
-    ApiKeyFileOption,
-    ApiKeyOption,
-    ChatTemplateOption,
-    ServedNameOption,
-    ToolParserOption,
-)
+from inflight_client.cli import ApiKeyFileOption, ApiKeyOption
 from inflight_client.errors import InflightError
+from inflight_client.front_options import FrontOptions, with_front_options
 from inflight_client.headers import read_api_keys
 from inflight_server.commands.recordings import reported_errors
 from inflight_server.commands.worker import (
@@ -176,6 +171,7 @@ def _port(what: str) -> typer.models.OptionInfo:
 
 
 @app.command(context_settings=WITH_UNDERSCORES)
+@with_front_options
 def serve(
     model: Annotated[
         str | None,
@@ -210,18 +206,8 @@ def serve(
     distributed_executor_backend: ExecutorOption = ExecutorBackend.MP,
     api_key: ApiKeyOption = None,
     api_key_file: ApiKeyFileOption = None,
-    served_model_name: ServedNameOption = None,
-    chat_template: ChatTemplateOption = None,
-    tool_parser: ToolParserOption = None,
-    page: Annotated[
-        bool, typer.Option(help="Serve the live page on the port of OpenAI's API.")
-    ] = True,
-    show_text: Annotated[
-        bool,
-        typer.Option(
-            "--show-text", help="Show prompts and answers on the page, to all with a key."
-        ),
-    ] = False,
+    *,
+    front: FrontOptions,
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
     ] = _DEFAULT.drain_seconds,
@@ -295,13 +281,6 @@ def serve(
             draft_model, draft_set or (), parse_overrides(overrides, folder, models)
         )
         read_api_keys(api_key, api_key_file)  # an error before the model is loaded
-        openai_options = {
-            "--served-model-name": served_model_name,
-            "--chat-template": chat_template and chat_template.absolute(),
-            "--tool-parser": tool_parser,
-            "--api-key-file": api_key_file and api_key_file.absolute(),
-        }
-        flags = {"--no-page": not page, "--show-text": show_text}
         settings = ServeSettings(
             model=folder,
             host=address_of(host),
@@ -312,9 +291,9 @@ def serve(
             draft_model=draft,
             draft_parameters=draft_parameters,
             openai_port=openai_port,
-            openai_options={key: str(value) for key, value in openai_options.items() if value}
-            | {flag: "" for flag, is_given in flags.items() if is_given},
+            front=front,
             api_key=api_key,
+            api_key_file=api_key_file and api_key_file.absolute(),
             drain_seconds=drain_seconds,
             max_restarts=max_restarts,
             max_connection_seconds=max_connection_seconds,

@@ -188,7 +188,7 @@ inflight is ready{note}
 up to {fields["max_seq_len"]} tokens per request
              and {fields["max_num_tokens"]} tokens per iteration
 
-{_next_steps(settings, http, settings.openai_options.get("--served-model-name", fields["model"]))}
+{_next_steps(settings, http, settings.front.served_name or fields["model"])}
 Ctrl-C stops the server."""
 
 
@@ -199,7 +199,7 @@ def _openai_address(settings: ServeSettings) -> str:
 
 
 def _page(settings: ServeSettings) -> str:
-    if settings.why_no_openai or "--no-page" in settings.openai_options:
+    if settings.why_no_openai or not settings.front.has_page:
         return ""
     return f"\n  page       http://{settings.local_host}:{settings.openai_port}/"
 
@@ -233,7 +233,7 @@ def _openai_steps(settings: ServeSettings, prompt: str, model: str) -> list[str]
         path, call = "chat/completions", "chat.completions"
         said = f'"messages": [{{"role": "user", "content": "{prompt}"}}]'
         python = f'messages=[{{"role": "user", "content": "{prompt}"}}]'
-    has_key = settings.api_key is not None or "--api-key-file" in settings.openai_options
+    has_key = (settings.api_key or settings.api_key_file) is not None
     header = ' -H "Authorization: Bearer $INFLIGHT_API_KEY"' if has_key else ""
     key = "KEY" if has_key else "none"
     body = f'{{"model": "{model}", {said}, "max_tokens": 40}}'

@@ -123,10 +123,8 @@ class OpenAIFront:
             f"--host={settings.host}",
             f"--port={settings.openai_port}",
             f"--drain-seconds={settings.drain_seconds}",
-            *(
-                f"{name}={value}" if value else name
-                for name, value in settings.openai_options.items()
-            ),
+            *([] if (file := settings.api_key_file) is None else [f"--api-key-file={file}"]),
+            *settings.front.command_line(),
         ]
 
     def _end(self) -> str:

@@ -22,7 +22,12 @@ from inflight_backend.models.checkpoint_files import (
 )
 from inflight_backend.models.families.registry import FAMILIES, read_model
 from inflight_backend.text.generation_config import read_default_sampling
-from inflight_backend.text.tokenizer_files import find_tokenizer, no_tokenizer
+from inflight_backend.text.tokenizer_files import (
+    TOKENIZER_CONFIG,
+    find_tokenizer,
+    no_tokenizer,
+    read_json,
+)
 from inflight_backend.triton.model import check_numpy
 from inflight_server.serve.settings import PATH_KEYS, ServeSettings
 from inflight_server.serve.tritonserver import TritonInstall
@@ -127,16 +132,12 @@ def has_tokenizer(settings: ServeSettings) -> bool:
 
 def has_chat_template(settings: ServeSettings) -> bool:
     """True if messages can be served, as far as the files tell."""
-    if "--chat-template" in settings.openai_options:
+    if settings.front.chat_template is not None:
         return True
     folder = settings.tokenizer_dir
-    if any(find_file(folder, name) for name in _TEMPLATES):
-        return True
-    config = find_file(folder, "tokenizer_config.json")
-    with suppress(OSError, ValueError):
-        return config is not None and bool(
-            json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-        )
+    with suppress(CheckpointError):
+        is_a_file = any(find_file(folder, name) for name in _TEMPLATES)
+        return is_a_file or bool(read_json(folder, TOKENIZER_CONFIG).get("chat_template"))
     return False
 
 

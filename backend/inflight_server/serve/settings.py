@@ -17,6 +17,7 @@ from inflight_backend.manager.parameters import (
     unknown_key_message,
 )
 from inflight_backend.text.tokenizer_files import find_tokenizer
+from inflight_client.front_options import FrontOptions
 from inflight_protocol import DRAFT_MODEL_NAME, LLM_MODEL_NAME, PARAMETER_BY_NAME
 from inflight_server.serve.repository import DEFAULT_MODELS, UINT32_KEY
 
@@ -72,8 +73,8 @@ class ServeSettings:
     0: for ever. ``load_seconds``: how long loading may stand still.
     ``is_decoupled`` False: one response per request, no streaming.
     ``draft_model``: a checkpoint that guesses for ``model``, with its own ``draft_parameters``.
-    ``openai_port``: of OpenAI's API, 0 for none; ``openai_options``: options of its command line
-    with their values, "" for flags; ``api_key``: a secret that its clients must send.
+    ``openai_port``: of OpenAI's API, 0 for none; ``front``: its other settings; ``api_key``: a
+    secret that its clients must send, or one of ``api_key_file``.
     """
 
     model: Path = DEMO_MODEL
@@ -82,8 +83,9 @@ class ServeSettings:
     grpc_port: int = 8001
     metrics_port: int = 8002
     openai_port: int = 9000
-    openai_options: Mapping[str, str] = field(default_factory=dict)
+    front: FrontOptions = field(default_factory=FrontOptions)
     api_key: str | None = field(default=None, repr=False)
+    api_key_file: Path | None = None
     parameters: dict[str, str] = field(default_factory=dict)
     drain_seconds: float = 30.0
     max_restarts: int = 5

@@ -147,7 +147,8 @@ class Chat:
         elif name == "/stop":
             self._note("no answer is coming")
         else:
-            self._note(HELP)
+            is_known = name in ("/help", "/save")
+            self._note(HELP if is_known else f"error: {name} is no command; there are\n{HELP}")
         return True
 
     def _say(self, text: str) -> None:

@@ -10,10 +10,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import typer
 
 from inflight_backend.status import ModelStatus
+from inflight_client.front_options import FrontOptions
 from inflight_server.commands.serve import serve
 from inflight_server.serve.console import LoadingDisplay, ready_block, say
 from inflight_server.serve.settings import DEMO_MODEL, ServeSettings
@@ -66,7 +68,7 @@ LOADING = ModelStatus("loading", 1, {"loaded_bytes": 5, "total_bytes": 10})
             ),
         ),
         (
-            {"openai_port": 9009, "api_key": "x", "openai_options": {"--served-model-name": "m"}},
+            {"openai_port": 9009, "api_key": "x", "front": FrontOptions(served_name="m")},
             (
                 '9009/v1/chat/completions -H "Authorization: Bearer $INFLIGHT_API_KEY" -d ',
                 'api_key="KEY")',
@@ -96,6 +98,22 @@ def test_block_names_endpoints_model_and_what_to_type(
     for part in parts:
         assert part in block
     assert ("open to other machines" in block) == (settings.get("host") == "0.0.0.0")
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_block_chats_with_a_gguf_file_that_has_a_template(
+    tmp_path: Path, has_template: bool
+) -> None:
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tokenizer_model("gpt2")
+    if has_template:
+        writer.add_chat_template("{{ messages }}")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    block = ready_block(ServeSettings(model=file), READY)
+    assert ("/v1/chat/completions" in block) == has_template
 
 
 def test_a_model_without_tokenizer_gets_token_ids(tmp_path: Path) -> None:
