@@ -21,7 +21,8 @@ WIDTH = 16
 """Numbers of float32 in a vector."""
 HAS_WIDE_REGISTERS = "+avx512f" in get_host_cpu_features()
 """32 registers of a vector each; else there are 16, of half a vector."""
-I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F32 = ir.FloatType()
 FLOATS = ir.VectorType(F32, WIDTH)
 INTS = ir.VectorType(I32, WIDTH)
 SHORTS = ir.VectorType(I16, WIDTH)

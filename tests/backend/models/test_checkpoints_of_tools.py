@@ -64,9 +64,9 @@ def test_logits_are_those_that_the_tool_says(row: str, backend: str) -> None:
 def test_memory_is_what_is_planned(row: str) -> None:
     with Checkpoint(DATA / row) as opened:
         specs = decoder_parameters(opened.fit(read_model(DATA / row)))
-        parameters = opened.load(specs, torch.bfloat16, "cpu")
+        parameters = opened.load(specs, torch.bfloat16, "cpu", backend="compiled")
     taken = sum(each.nbytes for part in parameters.values() for each in parameter_tensors(part))
-    config = replace(CONFIG, dtype="bfloat16", attention_backend="torch")
+    config = replace(CONFIG, dtype="bfloat16", attention_backend="compiled")
     assert make_plan(DATA / row, config).weight_bytes == taken
 
 

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import write_checkpoint
 from support.engine_driver import EngineDriver, Job
 from support.families import FAMILY_VARIANTS, write_family, write_wrapped
+from support.held_memory import held_bytes
 from support.quantized import (
     GPT_OSS,
     SCHEMES,
@@ -110,20 +111,19 @@ def loaded_bytes(folder: Path, config: EngineConfig) -> int:
 @pytest.mark.fast(6)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_logits_are_those_of_the_numbers(tmp_path: Path, plain: Path, name: str) -> None:
-    """In float32, so that nothing but the order of sums differs; and memory is what is planned."""
+    """In float32, so that nothing but the order of sums differs; and memory is what is planned, but
+    for what linears keep beside their weights: a few bytes for each row."""
     folder, expected = write_quantized(plain, tmp_path, SCHEMES[name])
     assert difference(folder, expected) < 1e-4
-    for dtype in ("float32", "bfloat16"):
-        config = replace(CONFIG, dtype=dtype)
+    for dtype, backend in product(("float32", "bfloat16"), ("auto", "torch")):
+        config = replace(CONFIG, dtype=dtype, attention_backend=backend)
         made = make_plan(folder, config)
-        assert loaded_bytes(folder, config) == made.weight_bytes
         wide = make_plan(expected, config).weight_bytes
-        assert made.weight_bytes < wide
-        config = replace(config, attention_backend="torch")
-        made = make_plan(folder, config)
-        assert loaded_bytes(folder, config) == made.weight_bytes
+        held = held_bytes(Engine.load(folder, config)._decoder)
+        assert made.weight_bytes <= held < 1.08 * made.weight_bytes
         # Plain torch has no product of FP8.
-        assert (made.weight_bytes == wide) if name in _FLOAT else (made.weight_bytes < wide)
+        is_wide = backend == "torch" and name in _FLOAT
+        assert (made.weight_bytes == wide) if is_wide else (made.weight_bytes < wide)
         assert made.num_parameters == make_plan(expected, config).num_parameters
 
 
@@ -243,7 +243,9 @@ def test_tables_stay_quantised(tmp_path: Path, name: str, is_tied: bool, vocab_s
         config = replace(CONFIG, attention_backend=backend)
         assert difference(folder, expected, config) < 1e-4
         made = make_plan(folder, config)
-        assert loaded_bytes(folder, config) == made.weight_bytes
+        if vocab_size % 16 == 0:  # else torch multiplies by a head
+            held = held_bytes(Engine.load(folder, config)._decoder)
+            assert made.weight_bytes <= held < 1.08 * made.weight_bytes
         if backend == "auto" or name not in _FLOAT:
             assert made.weight_bytes < 0.35 * make_plan(expected, config).weight_bytes
     parameters = loaded(folder, torch.float32, backend="compiled")

@@ -40,10 +40,8 @@ def unpack_blocks(scheme: Scheme, rows: Tensor, dtype: torch.dtype) -> PackedWei
     zeros = None
     if offsets is not None:
         values, scales, zeros = _with_zeros(values, scales, offsets.reshape(len(rows), -1))
-    elif scheme.has_zeros:
-        zeros = torch.full_like(scales, zero)
-    elif scheme.bits == 8:
-        values = values.to(torch.int16) - zero
+    elif codebook is None:  # of 4 bits 8 is 0
+        values = values.to(torch.int16) - zero + (8 if scheme.bits == 4 else 0)
     if scheme.bits == 4:
         values = reference.pack_nibbles(values.to(torch.uint8))
     assert scheme.group_size is not None

@@ -60,9 +60,8 @@ class Scheme:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether memory holds a number for zero for each scale. Of 4-bit integers always: the
-        product on a CPU (`linears`) takes scales and zeros in pairs."""
-        return not self.has_codebook and (self.bits == 4 or not self.is_symmetric)
+        """Whether memory holds a number for zero for each scale."""
+        return not self.has_codebook and not self.is_symmetric
 
     def group_columns(self, columns: int) -> int:
         """Neighbours of a row with one scale. The groups of bitsandbytes are of the rows one after
@@ -77,14 +76,20 @@ class Scheme:
 
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, backend: str) -> int:
         """Bytes that a weight takes in memory, without the order of its columns: as
-        `forms.PackedWeight`, but kernels (``backend`` triton) pad its columns, and need no zeros
-        that are the middle number. ``dtype_bytes``: of a number of the model."""
-        has_kernels = backend == "triton"
-        is_middle = self.is_symmetric and self.layout != "Q3_K"  # whose numbers end at 7
-        scale_bytes = 4 if self.is_float else dtype_bytes
-        per_group = scale_bytes * (2 if self.has_zeros and not (has_kernels and is_middle) else 1)
-        padding = -columns % _KERNEL_COLUMNS if has_kernels else 0
-        return rows * ((columns + padding) * self.bits // 8 + self.num_groups(columns) * per_group)
+        `forms.PackedWeight`, but kernels (``backend`` triton) pad its columns, and there and in
+        torch zeros are as wide as scales. ``dtype_bytes``: of a number of the model."""
+        padding = -columns % _KERNEL_COLUMNS if backend == "triton" else 0
+        groups, of_zeros = self.num_groups(columns), 0
+        if self.has_zeros or self._is_in_pairs(backend, dtype_bytes):
+            is_small = backend == "compiled" and self.bits == 4 and self.layout not in GGUF_SCHEMES
+            of_zeros = -(-groups // 2) if is_small else groups * dtype_bytes
+        of_scales = groups * (4 if self.is_float else dtype_bytes)
+        return rows * ((columns + padding) * self.bits // 8 + of_scales + of_zeros)
+
+    def _is_in_pairs(self, backend: str, dtype_bytes: int) -> bool:
+        """Whether each scale has a number for zero beside it in any case: torch's product of 4 bits
+        in bfloat16 takes them so."""
+        return backend == "torch" and self.bits == 4 and not self.has_codebook and dtype_bytes == 2
 
 
 AT_LOAD = ("int8", "int4")

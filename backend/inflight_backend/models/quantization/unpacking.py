@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.quantization.blocks import unpack_blocks
-from inflight_backend.models.quantization.forms import E2M1, PackedWeight
+from inflight_backend.models.quantization.forms import E2M1, PackedWeight, pack_zeros
 from inflight_backend.models.quantization.schemes import GGUF_SCHEMES, Scheme
 from inflight_backend.models.quantization.stored import QUANT_STATE
 from inflight_kernels import reference
@@ -185,7 +185,7 @@ def _gptq(
         scheme,
         values,
         tensors["scales"].t(),
-        None if is_middle else zeros + scheme.zero_offset,
+        None if is_middle else zeros,
         tensors.get("g_idx"),
         dtype,
     )
@@ -200,8 +200,8 @@ def _integers(
     dtype: torch.dtype,
 ) -> PackedWeight:
     """values [rows, columns] and zeros [rows, groups] are integers from 0, of either 4 or 8 bits,
-    without zeros the middle one; ``groups`` [columns]: of each column, None if they follow one
-    another."""
+    those less ``zero_offset`` of the scheme, without zeros the middle one; ``groups`` [columns]: of
+    each column, None if they follow one another."""
     columns = values.shape[1]
     group_size = scheme.group_size or columns
     order = None if groups is None else _order(groups, group_size)
@@ -210,16 +210,23 @@ def _integers(
     scales = scales.to(dtype).contiguous()
     middle = 2 ** (scheme.bits - 1)
     if scheme.bits == 4:
-        if zeros is None:
-            zeros = torch.full_like(scales, middle)
         values = reference.pack_nibbles(values)
+        zeros = None if zeros is None else pack_zeros(zeros)
     else:
         values = (values.to(torch.int16) - middle).to(torch.int8).contiguous()
         if zeros is not None:
-            zeros = zeros.to(torch.int16) - middle
-    if zeros is not None:
-        zeros = zeros.to(dtype).contiguous()
-    return PackedWeight(values, scales, zeros, order, group_size, dtype, scheme.quantizes_input)
+            zeros = (zeros + scheme.zero_offset).to(torch.int16) - middle
+            zeros = zeros.to(dtype).contiguous()
+    return PackedWeight(
+        values,
+        scales,
+        zeros,
+        order,
+        group_size,
+        dtype,
+        scheme.quantizes_input,
+        first_zero=scheme.zero_offset,
+    )
 
 
 def _order(groups: Tensor, group_size: int) -> Tensor | None:
