@@ -38,7 +38,7 @@ from inflight_backend.models.quantization.forms import PackedWeight, Part, join
 from inflight_backend.models.quantization.linears import dequantize
 from inflight_backend.models.quantization.rounding import round_weight
 from inflight_backend.models.quantization.schemes import GGUF_SCHEMES, Scheme
-from inflight_backend.models.quantization.unpacking import unpack
+from inflight_backend.models.quantization.unpacking import check_scales, unpack
 
 _logger = get_logger(__name__)
 
@@ -230,13 +230,20 @@ class Checkpoint:
     def _packed(self, source: Source, dtype: torch.dtype, device: str = "cpu") -> PackedWeight:
         assert source.scheme is not None
         rows, columns = source.shape
+        ends = {name: end for end, name in source.places.items()}
         tensors = {
             end: self._read(name, source.part)
             if source.expert is None
             else self._read_expert(name, source)
-            for end, name in source.places.items()
+            for name, end in ends.items()
             if name in self._headers
         }
+        for name, stored in source.tensors.items():
+            if stored.scale and name in self._headers:
+                try:
+                    check_scales(name, tensors[ends[name]], stored.scale)
+                except ValueError as error:
+                    raise CheckpointError(f"{self._headers[name].file}: {error}") from None
         # Tables that blocks are looked up in lie on the host.
         place = "cpu" if source.scheme.layout in GGUF_SCHEMES else device
         try:

@@ -35,6 +35,7 @@ from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve, resolve_on_device
 from inflight_backend.engine.memory_plan import make_plan
 from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.models.config import RoutingConfig
 from inflight_backend.models.families.registry import read_model
 from inflight_backend.models.layers import Linear, Parameter, parameter_tensors
 from inflight_backend.models.parameters import decoder_parameters
@@ -836,3 +837,87 @@ def test_tensors_that_a_scheme_does_not_have(
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=re.escape(message)):
         make_plan(folder, CONFIG)
+
+
+@pytest.mark.fast(4)
+@pytest.mark.parametrize(
+    ("name", "end", "number", "message"),
+    [
+        (
+            "ct-fp8-channel-dynamic",
+            "weight_scale",
+            "nan",
+            "has nan; scales must be finite and 0 or",
+        ),
+        ("fp8-blocks", "weight_scale_inv", -1, "has -1.0; scales must be finite and 0 or above"),
+        ("ct-mxfp4", "weight_scale", 255, "has nan; scales must be finite and 0 or above"),
+        ("ct-nvfp4", "weight_global_scale", 0, "has 0.0; scales must be finite and above 0"),
+        ("modelopt-nvfp4", "weight_scale", "nan", "has nan; scales must be finite and 0 or above"),
+        ("awq", "scales", "inf", "has inf; scales must be finite"),
+        ("ct-w4a16", "weight_scale", "-inf", "has -inf; scales must be finite"),
+        ("bnb-nf4", "weight.absmax", "nan", "has nan; scales must be finite"),
+        ("bnb-8", "SCB", -2, "has -2.0; scales must be finite and 0 or above"),
+    ],
+)
+def test_scales_that_are_no_numbers(
+    tmp_path: Path, plain: Path, name: str, end: str, number: Any, message: str
+) -> None:
+    folder, _ = write_quantized(plain, tmp_path, SCHEMES[name])
+    weights = load_file(folder / "model.safetensors")
+    scales = weights[f"model.layers.1.mlp.up_proj.{end}"]
+    wide = scales.flatten() if scales.dtype == torch.uint8 else scales.flatten().float()
+    wide[-1] = float(number)
+    scales.copy_(wide.view_as(scales).to(scales.dtype))
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
+        Engine.load(folder, CONFIG)
+    assert "model.layers.1.mlp.up_proj" in str(caught.value)
+    assert end in str(caught.value)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_bfloat16_rounds_but_for_the_choice_of_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """FP8 blocks of a mixture. With random weights a router's second and third expert may be so
+    close that rounding decides, and other experts say something else: logits of that token then
+    differ by 0.5 to 4 deviations, as those of plain weights do. So experts are those that float32
+    chooses, and all that is left is rounding.
+    """
+    plain = tmp_path / "plain"
+    write_family(plain, "qwen3_moe")
+    pattern = re.compile(r".*(experts\.\d+\.\w+|_proj)\.weight")
+    folder, expected = write_quantized(plain, tmp_path, SCHEMES["fp8-blocks"], pattern)
+    chosen: list[torch.Tensor] = []
+
+    def logits_with(engine: Engine, given: list[torch.Tensor] | None) -> torch.Tensor:
+        """With those experts, each time that some are chosen; None: keep them as ``chosen``."""
+
+        def choose(
+            routing: RoutingConfig,
+            top_k: int,
+            logits: torch.Tensor,
+            correction: torch.Tensor | None,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            experts, weights = ops.choose_experts(routing, top_k, logits, correction)
+            if given is None:
+                chosen.append(experts)
+                return experts, weights
+            experts = given.pop(0)
+            shares = logits.softmax(-1).gather(-1, experts.long())
+            return experts, (shares / shares.sum(-1, keepdim=True)).to(weights.dtype)
+
+        for layer in engine._decoder._layers:
+            ops = layer.mlp._ops
+            monkeypatch.setattr(layer.mlp, "_ops", replace(ops, choose_experts=choose))
+        monkeypatch.setattr(engine._decoder, "_run_joined", None)
+        return logits_of(engine)
+
+    config = replace(CONFIG, attention_backend=backend)
+    wanted = logits_with(Engine.load(expected, config), None)
+    assert chosen
+    config = replace(config, dtype="bfloat16")
+    found = logits_with(Engine.load(folder, config), chosen)
+    assert not chosen
+    assert float((found - wanted).abs().max() / wanted.std()) < 0.25

@@ -37,6 +37,9 @@ def unpack_blocks(scheme: Scheme, rows: Tensor, dtype: torch.dtype) -> PackedWei
     found = _UNPACK[scheme.layout](rows.view(len(rows), -1, size))
     values, scales, zero, offsets, codebook = found
     values, scales = values.reshape(len(rows), -1), scales.reshape(len(rows), -1)
+    for each in (scales, offsets):
+        if each is not None and not bool(each.isfinite().all()):
+            raise ValueError(f"its blocks ({scheme.layout}) have scales that are not finite")
     zeros = None
     if offsets is not None:
         values, scales, zeros = _with_zeros(values, scales, offsets.reshape(len(rows), -1))

@@ -4,6 +4,7 @@ what becomes of scales. Which tensors those are is in `stored`."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,6 +26,19 @@ def unpack(
     if scheme.layout in GGUF_SCHEMES:
         return unpack_blocks(scheme, tensors["weight"], dtype)
     return _LAYOUTS[scheme.layout](scheme, tensors, shape, dtype)
+
+
+def check_scales(name: str, scales: Tensor, bound: str) -> None:
+    """``ValueError`` unless numbers of that tensor are what `Stored.scale` says."""
+    if not bound or not scales.numel():
+        return
+    lowest, highest = (float(each) for each in _powers(scales).float().aminmax())
+    is_finite = lowest > -math.inf and highest < math.inf  # not of NaN, which both then are
+    is_high = {"finite": True, "0 or above": lowest >= 0, "above 0": lowest > 0}[bound]
+    if not (is_finite and is_high):
+        found = lowest if not is_high or lowest == -math.inf else highest
+        also = "" if bound == "finite" else f" and {bound}"
+        raise ValueError(f"{name} has {found}; scales must be finite{also}")
 
 
 def _float8(
@@ -125,7 +139,9 @@ def _bnb4(
     values = tensors["weight"].contiguous().view(torch.uint8).reshape(rows, columns // 2)
     values = (values << 4) | (values >> 4)
     own = scheme.group_columns(columns)
-    scales = _absmax(tensors).repeat_interleave(size // own)[: rows * columns // own]
+    scales = _absmax(tensors)
+    check_scales("weight.absmax", scales, "finite")
+    scales = scales.repeat_interleave(size // own)[: rows * columns // own]
     scales = scales.view(rows, -1).to(dtype)
     codebook = tensors["weight.quant_map"].float()
     return PackedWeight(values, scales, None, None, own, dtype, codebook=codebook)
