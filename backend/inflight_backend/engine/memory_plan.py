@@ -562,8 +562,7 @@ def _weight_bytes(specs: Sequence[ParameterSpec], config: EngineConfig) -> int:
         elif config.quantization == "fp8" and spec.is_linear:
             num_bytes += prod(spec.shape) + spec.shape[0] * _SCALE_BYTES
         else:
-            dtype = "float32" if spec.is_wide else config.dtype
-            num_bytes += prod(spec.shape) * DTYPE_TO_BYTES[dtype]
+            num_bytes += prod(spec.shape) * DTYPE_TO_BYTES[spec.kept_dtype(config.dtype, backend)]
     return num_bytes
 
 

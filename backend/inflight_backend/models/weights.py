@@ -160,7 +160,10 @@ class Checkpoint:
             parameter = None
             scheme = spec.scheme_at_load(quantization, backend)
             if not spec.is_packed(backend) and scheme is None:
-                parameter = allocate(spec, dtype, device, is_fp8=quantization == "fp8")
+                kept = spec.kept_dtype(str(dtype).removeprefix("torch."), backend)
+                parameter = allocate(
+                    spec, getattr(torch, kept), device, is_fp8=quantization == "fp8"
+                )
             row = 0
             for source in spec.sources:
                 if parameter is None:

@@ -46,6 +46,7 @@ def fitted(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelCon
     """``config`` with the names that the checkpoint has: of a decoder inside a multimodal model, of
     one that was saved without its head, and of experts that are stacked in one tensor."""
     config = replace(config, names=_with_found_place(config.names, headers))
+    config = replace(config, table_dtype=_table_dtype(config, headers))
     if config.is_tied is None:
         config = replace(config, is_tied=f"{config.names.head}.weight" not in headers)
     if config.encoder is not None:
@@ -75,9 +76,22 @@ def fitted(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelCon
     return replace(config, names=names)
 
 
+_HALVES = {"F16": "float16", "BF16": "bfloat16"}
+
+
+def _table_dtype(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str:
+    """Of embedding and head, where it is one of 16 bits."""
+    names = config.names
+    tables = (f"{names.prefix}{names.embedding}.weight", f"{names.head}.weight")
+    found = {headers[name].dtype for name in tables if name in headers}
+    return _HALVES.get(found.pop(), "") if len(found) == 1 else ""
+
+
 def assumed(config: ModelConfig) -> ModelConfig:
     """``config`` as it will be for a checkpoint whose headers are not here: with the linears
     quantised that ``quantization_config`` says are, by the names that a family's tensors have."""
+    if config.dtype in _HALVES.values():
+        config = replace(config, table_dtype=config.dtype)
     if config.quantization is None:
         return config
     linears = [
