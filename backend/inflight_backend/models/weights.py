@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -169,6 +170,8 @@ class Checkpoint:
                 if parameter is None:
                     is_packed = source.scheme is not None and source.scheme.stays_packed(backend)
                     part = self._part(source, dtype, device, scheme, is_packed=is_packed)
+                    if isinstance(part, PackedWeight) and source.scheme is not None:
+                        part = _with_kept_scales(part, source.scheme.kept_scales(backend))
                     parts.append(part)
                 else:
                     first = row
@@ -283,6 +286,13 @@ def _named(file: str, name: str) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: {name} cannot be read ({error})") from None
+
+
+def _with_kept_scales(packed: PackedWeight, dtype: str) -> PackedWeight:
+    """The same with scales of that type again, in which they came; "": as they are."""
+    if packed.dtype != torch.float32 or not dtype:
+        return packed
+    return replace(packed, scales=packed.scales.to(getattr(torch, dtype)))
 
 
 def _cut_packed(packed: PackedWeight, source: Source) -> PackedWeight:

@@ -115,6 +115,12 @@ def load_bfloat16(builder, address):
     return builder.bitcast(builder.shl(bits, constant(16)), FLOATS)
 
 
+def load_float16(builder, address):
+    """A vector of float16 that lies there, as float32."""
+    kind = ir.VectorType(ir.HalfType(), WIDTH)
+    return builder.fpext(builder.load(pointer_to(builder, address, kind), align=2), FLOATS)
+
+
 def splat(builder, scalar):
     """A vector of one float32."""
     undefined = ir.Constant(FLOATS, ir.Undefined)

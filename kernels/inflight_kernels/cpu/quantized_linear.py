@@ -47,6 +47,9 @@ from inflight_kernels.cpu.intrinsics import (
     bias_of,
     constant,
     finish_piece,
+    load_bfloat16,
+    load_float16,
+    load_floats,
     multiplies_bfloat16,
     multiply_add,
     multiply_add_pairs,
@@ -155,7 +158,8 @@ def pack(
     first_zero: int = 0,
 ) -> Packed:
     """A weight as `reference.dequantize` has it. Scales and zeros keep their type: that of the
-    model, ``dtype``, but float32 beside float8. In bfloat16 a codebook is rounded to it. Zeros may
+    model, ``dtype``, but float32 beside float8; in float32, of 4 bits without zeros or with those
+    in bytes, scales may be of 16 bits. In bfloat16 a codebook is rounded to it. Zeros may
     also be bytes [rows, groups / 2] of two numbers of 4 bits, the even group's in the low bits, to
     which ``first_zero`` is added."""
     kind, columns, table = _KINDS[values.dtype], values.shape[1], None
@@ -169,6 +173,8 @@ def pack(
     words = _panels(values.contiguous().view(torch.int32))
     if kind == "floats" and dtype == torch.bfloat16 and _looks_up_bytes():
         kind, words = "float pairs", _in_pairs(words)
+    if scales.dtype == torch.float16 and "+f16c" not in get_host_cpu_features():
+        scales = scales.float()
     if zeros is not None:
         is_small = zeros.dtype == torch.uint8
         if is_small:
@@ -260,7 +266,7 @@ def quantized_linear_stage(
         len(weight.words),
         out.stride(0) * out.itemsize,
     )
-    return Stage(_kernel(weight.kind, out.dtype == torch.bfloat16), numbers)
+    return Stage(_kernel(weight.kind, out.dtype, weight.scales.dtype), numbers)
 
 
 def takes_integers(values: Tensor, scales: Tensor) -> bool:
@@ -430,6 +436,13 @@ def _pair(builder, first, second):
     return builder.bitcast(builder.or_(low, builder.bitcast(second, INTS)), FLOATS)
 
 
+_SHORT_SCALES = {
+    types.uint16: load_bfloat16,
+    types.uint32: load_bfloat16,
+    types.int32: load_float16,
+}
+
+
 class _Loop:
     """``for index in range(first, end)`` in IR, at least once, with vectors that go around."""
 
@@ -465,9 +478,10 @@ class _Tile:
     group_size; addresses, and strides in bytes.
     """
 
-    def __init__(self, builder, kind, is_bfloat16, rows, panels, arguments):
-        self._builder, self._kind, self._is_bfloat16 = builder, kind, is_bfloat16
-        self._is_dot = is_bfloat16 and multiplies_bfloat16()
+    def __init__(self, builder, kind, like, rows, panels, arguments):
+        self._builder, self._kind, self._is_bfloat16 = builder, kind, like == types.uint16
+        self._load_short = _SHORT_SCALES.get(like)
+        self._is_dot = self._is_bfloat16 and multiplies_bfloat16()
         self._widen_pairs = _WIDEN_PAIRS.get(kind) if self._is_dot else None
         self._grid = [(row, panel) for row in range(rows) for panel in range(panels)]
         self._rows, self._panels = range(rows), range(panels)
@@ -556,12 +570,9 @@ class _Tile:
         """Scales or zeros of a panel as float32."""
         builder = self._builder
         place = self._plus(group, self._num_groups, panel)
-        if not self._is_bfloat16 or self._kind in _HAVE_WIDE_SCALES:
-            address = self._plus(address, place, WIDTH * 4)
-            return builder.load(pointer_to(builder, address, FLOATS), align=4)
-        address = self._plus(address, place, WIDTH * 2)
-        short = builder.load(pointer_to(builder, address, SHORTS), align=2)
-        return builder.bitcast(builder.shl(builder.zext(short, INTS), constant(16)), FLOATS)
+        if self._load_short is None or self._kind in _HAVE_WIDE_SCALES:
+            return load_floats(builder, self._plus(address, place, WIDTH * 4))
+        return self._load_short(builder, self._plus(address, place, WIDTH * 2))
 
     def _without_zeros(self, group, products):
         """Products minus the number for zero times the sum of x over the group, where there are
@@ -654,7 +665,7 @@ def _int(number):
 
 def _make_tile(kind: str, num_rows: int, num_panels: int):
     """An intrinsic of a `_Tile`. Its numbers are ``like`` the first argument: uint16 stands for
-    bfloat16."""
+    bfloat16, uint32 and int32 for float32 beside scales in bfloat16 and in float16."""
 
     @intrinsic
     def tile(
@@ -662,9 +673,8 @@ def _make_tile(kind: str, num_rows: int, num_panels: int):
         group_size,
     ):  # fmt: skip
         def generate(context, builder, signature, arguments):
-            is_bfloat16 = like == types.uint16
             make = _IntegerTile if kind == "integer products" else _Tile
-            make(builder, kind, is_bfloat16, num_rows, num_panels, arguments[1:]).write()
+            make(builder, kind, like, num_rows, num_panels, arguments[1:]).write()
             return context.get_dummy_value()
 
         return types.void(like, *[types.int64] * 12), generate
@@ -675,18 +685,18 @@ def _make_tile(kind: str, num_rows: int, num_panels: int):
 def _make_run(kind: str):
     tile_high, tile_low, tile_1 = (_make_tile(kind, rows, _PANELS) for rows in _ROWS)
     tile_of_one_row = _make_tile(kind, 1, _PANELS_OF_ONE_ROW)
-    in_a_word, is_wide = _IN_A_WORD[kind], kind in _HAVE_WIDE_SCALES
+    in_a_word = _IN_A_WORD[kind]
     is_of_bytes, has_small_zeros = kind == "integer products", kind == _SMALL
 
-    def run(pointer, size, like):
-        """``size``: bytes of a number like ``like``."""
+    def run(pointer, size, like, scale_size):
+        """``size``: bytes of a number like ``like``; ``scale_size``: of a scale."""
         numbers = carray(pointer, 15, types.int64)
         num_tokens, x, words, scales, zeros, sums, table, bias, out = numbers[2:11]
         columns, group_size, num_panels, stride_out = numbers[11:15]
         stride_x = columns * (1 if is_of_bytes else size)
         num_groups = (columns + group_size - 1) // group_size
         of_words = columns // in_a_word * WIDTH * 4
-        of_scales = num_groups * WIDTH * (4 if is_wide else size)
+        of_scales = num_groups * WIDTH * scale_size
         of_zeros = (num_groups + 1) // 2 * WIDTH if has_small_zeros else of_scales
         is_one = num_tokens == 1 and num_panels >= _PANELS_OF_ONE_ROW
         at_a_time = _PANELS_OF_ONE_ROW if is_one else _PANELS
@@ -753,71 +763,87 @@ _run_integer_products = _make_run("integer products")
 
 
 def _nibbles_float32(pointer):
-    return _run_nibbles(pointer, 4, np.float32(0))
+    return _run_nibbles(pointer, 4, np.float32(0), 4)
 
 
 def _nibbles_bfloat16(pointer):
-    return _run_nibbles(pointer, 2, np.uint16(0))
+    return _run_nibbles(pointer, 2, np.uint16(0), 2)
 
 
 def _nibbles_zeros_float32(pointer):
-    return _run_nibbles_zeros(pointer, 4, np.float32(0))
+    return _run_nibbles_zeros(pointer, 4, np.float32(0), 4)
 
 
 def _nibbles_zeros_bfloat16(pointer):
-    return _run_nibbles_zeros(pointer, 2, np.uint16(0))
+    return _run_nibbles_zeros(pointer, 2, np.uint16(0), 2)
 
 
 def _nibbles_small_zeros_float32(pointer):
-    return _run_nibbles_small_zeros(pointer, 4, np.float32(0))
+    return _run_nibbles_small_zeros(pointer, 4, np.float32(0), 4)
 
 
 def _nibbles_small_zeros_bfloat16(pointer):
-    return _run_nibbles_small_zeros(pointer, 2, np.uint16(0))
+    return _run_nibbles_small_zeros(pointer, 2, np.uint16(0), 2)
+
+
+def _nibbles_float32_by_bfloat16(pointer):
+    return _run_nibbles(pointer, 4, np.uint32(0), 2)
+
+
+def _nibbles_float32_by_float16(pointer):
+    return _run_nibbles(pointer, 4, np.int32(0), 2)
+
+
+def _nibbles_small_zeros_float32_by_bfloat16(pointer):
+    return _run_nibbles_small_zeros(pointer, 4, np.uint32(0), 2)
+
+
+def _nibbles_small_zeros_float32_by_float16(pointer):
+    return _run_nibbles_small_zeros(pointer, 4, np.int32(0), 2)
 
 
 def _codes_float32(pointer):
-    return _run_codes(pointer, 4, np.float32(0))
+    return _run_codes(pointer, 4, np.float32(0), 4)
 
 
 def _codes_bfloat16(pointer):
-    return _run_codes(pointer, 2, np.uint16(0))
+    return _run_codes(pointer, 2, np.uint16(0), 2)
 
 
 def _integers_float32(pointer):
-    return _run_integers(pointer, 4, np.float32(0))
+    return _run_integers(pointer, 4, np.float32(0), 4)
 
 
 def _integers_bfloat16(pointer):
-    return _run_integers(pointer, 2, np.uint16(0))
+    return _run_integers(pointer, 2, np.uint16(0), 2)
 
 
 def _integers_zeros_float32(pointer):
-    return _run_integers_zeros(pointer, 4, np.float32(0))
+    return _run_integers_zeros(pointer, 4, np.float32(0), 4)
 
 
 def _integers_zeros_bfloat16(pointer):
-    return _run_integers_zeros(pointer, 2, np.uint16(0))
+    return _run_integers_zeros(pointer, 2, np.uint16(0), 2)
 
 
 def _floats_float32(pointer):
-    return _run_floats(pointer, 4, np.float32(0))
+    return _run_floats(pointer, 4, np.float32(0), 4)
 
 
 def _floats_bfloat16(pointer):
-    return _run_floats(pointer, 2, np.uint16(0))
+    return _run_floats(pointer, 2, np.uint16(0), 4)
 
 
 def _float_pairs_bfloat16(pointer):
-    return _run_float_pairs(pointer, 2, np.uint16(0))
+    return _run_float_pairs(pointer, 2, np.uint16(0), 4)
 
 
 def _integer_products_float32(pointer):
-    return _run_integer_products(pointer, 4, np.float32(0))
+    return _run_integer_products(pointer, 4, np.float32(0), 4)
 
 
 def _integer_products_bfloat16(pointer):
-    return _run_integer_products(pointer, 2, np.uint16(0))
+    return _run_integer_products(pointer, 2, np.uint16(0), 4)
 
 
 _RUN: dict[str, Any] = {
@@ -833,6 +859,18 @@ _RUN: dict[str, Any] = {
 }
 
 
+_RUN_BY_SHORT: dict[tuple[str, torch.dtype], Any] = {
+    ("nibbles", torch.bfloat16): _nibbles_float32_by_bfloat16,
+    ("nibbles", torch.float16): _nibbles_float32_by_float16,
+    (_SMALL, torch.bfloat16): _nibbles_small_zeros_float32_by_bfloat16,
+    (_SMALL, torch.float16): _nibbles_small_zeros_float32_by_float16,
+}
+"""In float32 by scales of 16 bits."""
+
+
 @cache
-def _kernel(kind: str, is_bfloat16: bool) -> Kernel:
-    return Kernel(_RUN[kind][is_bfloat16], 13)
+def _kernel(kind: str, dtype: torch.dtype, of_scales: torch.dtype) -> Kernel:
+    is_bfloat16 = dtype == torch.bfloat16
+    if is_bfloat16 or of_scales == torch.float32:
+        return Kernel(_RUN[kind][is_bfloat16], 13)
+    return Kernel(_RUN_BY_SHORT[kind, of_scales], 13)

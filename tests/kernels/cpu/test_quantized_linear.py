@@ -88,6 +88,24 @@ def test_equals_torch(
     assert torch.equal(again, wide[numbers])
 
 
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits, small zeros"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_of_16_bits_give_what_they_give_in_float32(
+    generator: torch.Generator, dtype: torch.dtype, kind: str
+) -> None:
+    values, scales, zeros, _ = make(generator, kind, (112, 96), 32, dtype)
+    zeros = None if zeros is None else pack_zeros(zeros)
+    x = torch.randn(13, 96, generator=generator)
+    answers = [
+        quantized_linear.quantized_linear(
+            x, quantized_linear.pack(values, each, zeros, 32, torch.float32), None
+        )
+        for each in (scales, scales.float())
+    ]
+    assert scales.dtype == dtype
+    assert torch.equal(*answers)
+
+
 @pytest.mark.parametrize(
     ("values", "size"),
     [

@@ -11,7 +11,7 @@ from inflight_backend.models.checkpoint_files import INDEX, TensorHeader, list_n
 from inflight_backend.models.config import ModelConfig, MoeConfig, WeightNames
 from inflight_backend.models.parameters.decoder import decoder_parameters, duplicate_names
 from inflight_backend.models.parameters.sources import WEIGHT, Source
-from inflight_backend.models.quantization.schemes import GGUF_SCHEMES
+from inflight_backend.models.quantization.schemes import GGUF_SCHEMES, HALVES
 from inflight_backend.models.quantization.stored import PASSED_OVER, Stored
 
 # What tools lay beside or instead of a weight that they quantise (GPTQ and AWQ, ModelOpt and
@@ -76,21 +76,18 @@ def fitted(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelCon
     return replace(config, names=names)
 
 
-_HALVES = {"F16": "float16", "BF16": "bfloat16"}
-
-
 def _table_dtype(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str:
     """Of embedding and head, where it is one of 16 bits."""
     names = config.names
     tables = (f"{names.prefix}{names.embedding}.weight", f"{names.head}.weight")
     found = {headers[name].dtype for name in tables if name in headers}
-    return _HALVES.get(found.pop(), "") if len(found) == 1 else ""
+    return HALVES.get(found.pop(), "") if len(found) == 1 else ""
 
 
 def assumed(config: ModelConfig) -> ModelConfig:
     """``config`` as it will be for a checkpoint whose headers are not here: with the linears
     quantised that ``quantization_config`` says are, by the names that a family's tensors have."""
-    if config.dtype in _HALVES.values():
+    if config.dtype in HALVES.values():
         config = replace(config, table_dtype=config.dtype)
     if config.quantization is None:
         return config
@@ -100,7 +97,7 @@ def assumed(config: ModelConfig) -> ModelConfig:
         if (spec.is_linear or spec.num_experts) and spec.name.endswith(WEIGHT)
         for source in spec.sources
     ]
-    return replace(config, quantization=config.quantization.assumed(linears))
+    return replace(config, quantization=config.quantization.assumed(linears, config.dtype))
 
 
 def _with_fitted_encoder(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelConfig:

@@ -19,7 +19,8 @@ class PackedWeight:
 
     ``values``: float8_e4m3fn or int8 [rows, columns], or uint8 [rows, columns / 2], two numbers of
     4 bits a byte, that of the lower column in the low bits. ``scales`` [rows, groups]: of
-    ``group_size`` neighbouring columns each, float32 beside float8, else of ``dtype``; ``zeros``:
+    ``group_size`` neighbouring columns each, float32 beside float8, else of ``dtype`` (of 4 bits in
+    float32 also float16 or bfloat16); ``zeros``:
     the same for the number that stands for 0 (None: 8 of 4 bits, else 0), or uint8 [rows, groups /
     2] of whole ones of 4 bits, packed as values, to which ``first_zero`` is added.
     ``order`` [columns] int32: the columns of the weight
