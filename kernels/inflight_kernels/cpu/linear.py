@@ -40,6 +40,7 @@ from inflight_kernels.cpu.intrinsics import (
     bias_of,
     constant,
     finish_piece,
+    halves,
     load_bfloat16,
     load_floats,
     multiply_add,
@@ -57,6 +58,9 @@ _ROWS_AT_A_TIME = 64
 _HIGH, _LOW = (8, 4) if HAS_WIDE_REGISTERS else (4, 2)
 _PANELS, _PANELS_OF_ONE_ROW = (3, 6) if HAS_WIDE_REGISTERS else (1, 3)
 _PREFETCH_BYTES = 1024
+_PIECES_AHEAD = 2
+"""Whose weight is read meanwhile: a thread takes it next if there are two; if there are more, it
+comes into the cache that they share."""
 _FEW_PRODUCTS = 1 << 17
 """Of numbers: one thread is done with them before others have begun."""
 
@@ -156,21 +160,15 @@ def grouped_linear_stage(
     return Stage(_grouped_kernel(x.dtype == torch.bfloat16), numbers)
 
 
-def _widen_bfloat16(builder, pairs):
+def _widen_float16(builder, pairs):
     """Both numbers of each place as float32."""
     bits = builder.bitcast(pairs, INTS)
-    halves = builder.shl(bits, constant(16)), builder.and_(bits, constant(-65536))
-    return [builder.bitcast(each, FLOATS) for each in halves]
-
-
-def _widen_float16(builder, pairs):
-    bits = builder.bitcast(pairs, INTS)
-    halves = (builder.trunc(each, SHORTS) for each in (bits, builder.lshr(bits, constant(16))))
+    shorts = (builder.trunc(each, SHORTS) for each in (bits, builder.lshr(bits, constant(16))))
     kind = ir.VectorType(ir.HalfType(), WIDTH)
-    return [builder.fpext(builder.bitcast(each, kind), FLOATS) for each in halves]
+    return [builder.fpext(builder.bitcast(each, kind), FLOATS) for each in shorts]
 
 
-_WIDEN = {types.uint32: _widen_bfloat16, types.int32: _widen_float16}
+_WIDEN = {types.uint32: halves, types.int32: _widen_float16}
 
 
 def _add_step(builder, like, step, x_rows, weights, sums):
@@ -195,14 +193,17 @@ def _make_tile(num_rows: int, num_panels: int):
     grid = [(row, panel) for row in range(num_rows) for panel in range(num_panels)]
 
     @intrinsic
-    def tile(_, like, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out):
+    def tile(_, like, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out, ahead):
         """Addresses and bytes; a step is 4 bytes of a row of the weight. Numbers are ``like`` it:
         uint16 stands for bfloat16, uint32 and int32 for float32 beside a weight in bfloat16 and in
-        float16. ``bias`` None: the product is added to what ``out`` has."""
+        float16. ``bias`` None: the product is added to what ``out`` has. ``ahead``: how far behind
+        the weight is what is read into the caches."""
         is_bfloat16, has_bias = like == types.uint16, bias == types.int64
 
         def generate(context, builder, signature, arguments):
-            _, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out = arguments
+            _, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out, ahead = (
+                arguments
+            )
 
             def at(address, stride, index, offset=0):
                 far = builder.mul(stride, ir.Constant(I64, index))
@@ -234,7 +235,7 @@ def _make_tile(num_rows: int, num_panels: int):
             weight_offset = builder.mul(step, ir.Constant(I64, 64))
             places = [builder.add(panel, weight_offset) for panel in panels]
             weights = [builder.load(pointer_to(builder, each, FLOATS), align=64) for each in places]
-            prefetch(builder, places, _PREFETCH_BYTES)
+            prefetch(builder, [builder.add(each, ahead) for each in places], 0)
             added = _add_step(builder, like, step, x_rows, weights, sums)
             following = builder.add(step, ir.Constant(I64, 1))
             step.add_incoming(following, loop)
@@ -251,7 +252,7 @@ def _make_tile(num_rows: int, num_panels: int):
                 builder.store(stored, pointer_to(builder, places_out[each], kind), align=4)
             return context.get_dummy_value()
 
-        return types.void(like, *[types.int64] * 5, bias, *[types.int64] * 2), generate
+        return types.void(like, *[types.int64] * 5, bias, *[types.int64] * 3), generate
 
     return tile
 
@@ -266,23 +267,25 @@ _tile_of_one_row = _make_tile(1, _PANELS_OF_ONE_ROW)
 @njit(**FAST)
 def _multiply_wide(like, x, stride_x, weight, stride_panel, steps, bias, out, stride_out, count):
     """``count`` rows of x times `_PANELS` panels: by `_HIGH`, `_LOW` and one."""
-    row = 0
+    row, ahead = 0, _PREFETCH_BYTES
     while row + _HIGH <= count:
         _tile_high_wide(
             like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
-            out + row * stride_out, stride_out,
+            out + row * stride_out, stride_out, ahead,
         )  # fmt: skip
         row += _HIGH
+        # The weight is in the caches now: others of it are read while there is much to multiply.
+        ahead = _PIECES_AHEAD * _PANELS * stride_panel
     if row + _LOW <= count:
         _tile_low_wide(
             like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
-            out + row * stride_out, stride_out,
+            out + row * stride_out, stride_out, ahead,
         )  # fmt: skip
         row += _LOW
     while row < count:
         _tile_1_wide(
             like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
-            out + row * stride_out, stride_out,
+            out + row * stride_out, stride_out, ahead,
         )  # fmt: skip
         row += 1
 
@@ -294,13 +297,13 @@ def _multiply_panel(like, x, stride_x, weight, stride_panel, steps, bias, out, s
     while row + _HIGH <= count:
         _tile_high(
             like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
-            out + row * stride_out, stride_out,
+            out + row * stride_out, stride_out, _PREFETCH_BYTES,
         )  # fmt: skip
         row += _HIGH
     while row < count:
         _tile_1(
             like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
-            out + row * stride_out, stride_out,
+            out + row * stride_out, stride_out, _PREFETCH_BYTES,
         )  # fmt: skip
         row += 1
 
@@ -327,7 +330,16 @@ def multiply_panels(
         own_bias = part_of_bias(bias, first)
         if count == 1 and end - first == _PANELS_OF_ONE_ROW:
             _tile_of_one_row(
-                like, x, stride_x, panel, stride_panel, steps, own_bias, place, stride_out
+                like,
+                x,
+                stride_x,
+                panel,
+                stride_panel,
+                steps,
+                own_bias,
+                place,
+                stride_out,
+                _PREFETCH_BYTES,
             )
             first = end
         elif first + _PANELS <= end:

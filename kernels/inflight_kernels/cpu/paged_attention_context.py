@@ -42,11 +42,6 @@ _ROW = 4 * _LANES
 _HIGH, _PANELS = (8, 3) if HAS_WIDE_REGISTERS else (4, 1)
 
 
-def takes(layer: LayerAttention, dtype: torch.dtype) -> bool:
-    """Whether heads of ``dtype`` (float32 or bfloat16) fit."""
-    return dtype == torch.float32 or layer.head_dim % 2 == 0
-
-
 def paged_attention_context(
     layer: LayerAttention,
     query: Tensor,  # [T, H, D], turned
