@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from inflight_kernels import reference
-from inflight_kernels.cpu.heads import LayerAttention
-from inflight_kernels.cpu.paged_attention_context import paged_attention_context
+from inflight_kernels.cpu.attention.heads import LayerAttention
+from inflight_kernels.cpu.attention.paged_attention_context import paged_attention_context
 
 pytestmark = pytest.mark.fast(3)
 LIMIT = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

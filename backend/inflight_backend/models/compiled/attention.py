@@ -17,10 +17,10 @@ from inflight_backend.models.attention import (
 )
 from inflight_backend.models.config import AttentionConfig, ModelConfig
 from inflight_backend.models.kv_cache import KvPool, RecurrentStates
-from inflight_kernels.cpu.attention import attend_generations
-from inflight_kernels.cpu.heads import LayerAttention
-from inflight_kernels.cpu.paged_attention_context import paged_attention_context
-from inflight_kernels.cpu.rope_write_kv import rope_write_kv
+from inflight_kernels.cpu.attention.heads import LayerAttention
+from inflight_kernels.cpu.attention.paged_attention_context import paged_attention_context
+from inflight_kernels.cpu.attention.paged_attention_generation import attend_generations
+from inflight_kernels.cpu.attention.rope_write_kv import rope_write_kv
 
 
 class CompiledAttention(TorchAttention):

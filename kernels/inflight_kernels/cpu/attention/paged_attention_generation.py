@@ -18,8 +18,8 @@ import torch
 from numba import carray, njit, types
 from torch import Tensor
 
-from inflight_kernels.cpu.head_tiles import KEYS, STEP_BYTES, STEPS, add_values, score
-from inflight_kernels.cpu.heads import LayerAttention, first_seen, prepare, write
+from inflight_kernels.cpu.attention.head_tiles import KEYS, STEP_BYTES, STEPS, add_values, score
+from inflight_kernels.cpu.attention.heads import LayerAttention, first_seen, prepare, write
 from inflight_kernels.cpu.intrinsics import (
     FAST,
     WIDTH,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from inflight_kernels import reference
-from inflight_kernels.cpu.attention import attend_generations
-from inflight_kernels.cpu.heads import LayerAttention
+from inflight_kernels.cpu.attention.heads import LayerAttention
+from inflight_kernels.cpu.attention.paged_attention_generation import attend_generations
 
 pytestmark = pytest.mark.fast(3)
 BLOCK = 16

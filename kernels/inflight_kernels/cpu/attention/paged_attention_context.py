@@ -20,7 +20,8 @@ import torch
 from numba import carray, njit, types
 from torch import Tensor
 
-from inflight_kernels.cpu.heads import LayerAttention, first_seen
+from inflight_kernels.cpu.attention.heads import LayerAttention, first_seen
+from inflight_kernels.cpu.attention.tiles import Layout, make_adding_tile
 from inflight_kernels.cpu.intrinsics import (
     FAST,
     HAS_WIDE_REGISTERS,
@@ -33,7 +34,6 @@ from inflight_kernels.cpu.intrinsics import (
     take_next,
 )
 from inflight_kernels.cpu.threads import Kernel, Stage
-from inflight_kernels.cpu.tiles import Layout, make_adding_tile
 
 _LANES = 3 * WIDTH
 _KEYS = 64
