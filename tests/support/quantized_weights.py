@@ -26,10 +26,9 @@ class Weights:
     @property
     def wide(self) -> Tensor:
         """[rows, columns] float32."""
-        zeros = self.zeros
-        if zeros is None and self.values.dtype == torch.uint8 and self.codebook is None:
-            zeros = torch.full_like(self.scales, 8)
-        return reference.dequantize(self.values, self.scales, zeros, self.group_size, self.codebook)
+        return reference.dequantize(
+            self.values, self.scales, self.zeros, self.group_size, self.codebook
+        )
 
     def gathered(self, x: Tensor) -> Tensor:
         """The columns of x that the weight's are multiplied by."""

@@ -225,7 +225,7 @@ def _is_compilable(config: EngineConfig) -> bool:
 
 
 def _may_be_compiled(config: EngineConfig) -> bool:
-    is_plain = config.quantization != _FP8 and config.kv_cache_dtype == _MODEL
+    is_plain = config.quantization != _FP8
     return is_plain and config.device == "cpu" and config.dtype in ("float32", "bfloat16")
 
 
@@ -245,8 +245,7 @@ def _check_compiled(config: EngineConfig) -> None:
     if not _is_compilable(config):
         raise ConfigurationError(
             "attention_backend compiled needs device cpu (x86-64), dtype float32 or bfloat16, "
-            "neither quantization nor kv_cache_dtype fp8, and numba (the extra cpu); "
-            "use torch or auto"
+            "quantization other than fp8, and numba (the extra cpu); use torch or auto"
         )
 
 

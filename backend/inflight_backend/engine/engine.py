@@ -174,10 +174,9 @@ class Engine:
             memory = CudaMemory()
         self._adapters = self._make_adapters(memory) if config.enable_lora else None
         table = None if self._adapters is None else self._adapters.table
-        encoder = None
+        encoder, dtype = None, config.torch_dtype
         if model_config.encoder is not None:
-            encoder = Encoder(model_config.encoder, parameters, ops)
-        dtype = config.torch_dtype
+            encoder = Encoder(model_config.encoder, parameters, ops, dtype)
         self._decoder = Decoder(model_config, parameters, ops, table, ranks, dtype)
         self._encoder = None
         if encoder is not None:

@@ -437,7 +437,8 @@ def make_plan(
         check_weights(model, headers)
     place = config.place(0)
     specs = local_parameters(model, place)
-    weight_bytes, token_bytes = _weight_bytes(specs, config), _token_bytes(specs, config, model)
+    weight_bytes = _weight_bytes(specs, config) + _bytes_beside(specs, config)
+    token_bytes = _token_bytes(specs, config, model)
     num_parameters = sum(prod(spec.shape) for spec in decoder_parameters(model))
     model = local_model(model, place)
     head_dims = sum(head_dim for _, head_dim in model.rope_kinds)
@@ -561,9 +562,23 @@ def _weight_bytes(specs: Sequence[ParameterSpec], config: EngineConfig) -> int:
         elif config.quantization == "fp8" and spec.is_linear:
             num_bytes += prod(spec.shape) + spec.shape[0] * _SCALE_BYTES
         else:
-            dtype = "float32" if spec.is_wide else config.dtype
-            num_bytes += prod(spec.shape) * DTYPE_TO_BYTES[dtype]
+            num_bytes += prod(spec.shape) * DTYPE_TO_BYTES[spec.kept_dtype(config.dtype, backend)]
     return num_bytes
+
+
+def _bytes_beside(specs: Sequence[ParameterSpec], config: EngineConfig) -> int:
+    """Bytes of embeddings that are looked up beside what heads are multiplied by: torch's products
+    of integers have layouts of their own."""
+    if config.attention_backend != "torch":
+        return 0
+    found = 0
+    for spec in specs:
+        schemes = [source.scheme for source in spec.sources]
+        schemes.append(spec.scheme_at_load(config.quantization, "torch"))
+        is_integer = any(each and not (each.is_float or each.has_codebook) for each in schemes)
+        if spec.table == "both" and is_integer:
+            found += _weight_bytes([spec], config)
+    return found
 
 
 def _token_bytes(specs: Sequence[ParameterSpec], config: EngineConfig, model: ModelConfig) -> int:

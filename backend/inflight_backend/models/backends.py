@@ -60,7 +60,7 @@ def make_cache(
         return pool, TritonAttention(pool, model, tables, states, is_deterministic=is_deterministic)
     assert not is_deterministic, "resolve() chooses another backend, or refuses"
     pool = KvPool(*shape, kv_dtype, device)
-    if backend == "compiled":
+    if backend == "compiled" and kv_dtype == dtype:  # numbers of 8 bits have no kernel
         from inflight_backend.models.compiled.attention import CompiledAttention  # needs numba
 
         return pool, CompiledAttention(pool, model, tables, dtype, states)

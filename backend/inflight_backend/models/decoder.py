@@ -361,10 +361,10 @@ class Decoder:
         """The rows of the embedding; each rank has those of some tokens."""
         assert self._embedding is not None
         if self._ranks.place.tensor_size == 1:
-            return self._embedding(tokens)
+            return self._embedding(tokens).to(self._dtype)
         own = tokens - self._own_tokens.start
         is_own = (own >= 0) & (own < len(self._own_tokens))
-        found = self._embedding(own.clamp(0, len(self._own_tokens) - 1))
+        found = self._embedding(own.clamp(0, len(self._own_tokens) - 1)).to(self._dtype)
         return self._ranks.add(found * is_own[:, None])
 
     def _run_fused(

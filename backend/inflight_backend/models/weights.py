@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from inflight_backend.models.quantization.forms import PackedWeight, Part, join
 from inflight_backend.models.quantization.linears import dequantize
 from inflight_backend.models.quantization.rounding import round_weight
 from inflight_backend.models.quantization.schemes import GGUF_SCHEMES, Scheme
-from inflight_backend.models.quantization.unpacking import unpack
+from inflight_backend.models.quantization.unpacking import check_scales, unpack
 
 _logger = get_logger(__name__)
 
@@ -161,12 +162,17 @@ class Checkpoint:
             parameter = None
             scheme = spec.scheme_at_load(quantization, backend)
             if not spec.is_packed(backend) and scheme is None:
-                parameter = allocate(spec, dtype, device, is_fp8=quantization == "fp8")
+                kept = spec.kept_dtype(str(dtype).removeprefix("torch."), backend)
+                parameter = allocate(
+                    spec, getattr(torch, kept), device, is_fp8=quantization == "fp8"
+                )
             row = 0
             for source in spec.sources:
                 if parameter is None:
                     is_packed = source.scheme is not None and source.scheme.stays_packed(backend)
                     part = self._part(source, dtype, device, scheme, is_packed=is_packed)
+                    if isinstance(part, PackedWeight) and source.scheme is not None:
+                        part = _with_kept_scales(part, source.scheme.kept_scales(backend))
                     parts.append(part)
                 else:
                     first = row
@@ -231,13 +237,20 @@ class Checkpoint:
     def _packed(self, source: Source, dtype: torch.dtype, device: str = "cpu") -> PackedWeight:
         assert source.scheme is not None
         rows, columns = source.shape
+        ends = {name: end for end, name in source.places.items()}
         tensors = {
             end: self._read(name, source.part)
             if source.expert is None
             else self._read_expert(name, source)
-            for end, name in source.places.items()
+            for name, end in ends.items()
             if name in self._headers
         }
+        for name, stored in source.tensors.items():
+            if stored.scale and name in self._headers:
+                try:
+                    check_scales(name, tensors[ends[name]], stored.scale)
+                except ValueError as error:
+                    raise CheckpointError(f"{self._headers[name].file}: {error}") from None
         # Tables that blocks are looked up in lie on the host.
         place = "cpu" if source.scheme.layout in GGUF_SCHEMES else device
         try:
@@ -274,6 +287,13 @@ def _named(file: str, name: str) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: {name} cannot be read ({error})") from None
+
+
+def _with_kept_scales(packed: PackedWeight, dtype: str) -> PackedWeight:
+    """The same with scales of that type again, in which they came; "": as they are."""
+    if packed.dtype != torch.float32 or not dtype:
+        return packed
+    return replace(packed, scales=packed.scales.to(getattr(torch, dtype)))
 
 
 def _cut_packed(packed: PackedWeight, source: Source) -> PackedWeight:

@@ -21,7 +21,8 @@ WIDTH = 16
 """Numbers of float32 in a vector."""
 HAS_WIDE_REGISTERS = "+avx512f" in get_host_cpu_features()
 """32 registers of a vector each; else there are 16, of half a vector."""
-I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F32 = ir.FloatType()
 FLOATS = ir.VectorType(F32, WIDTH)
 INTS = ir.VectorType(I32, WIDTH)
 SHORTS = ir.VectorType(I16, WIDTH)
@@ -112,6 +113,12 @@ def load_bfloat16(builder, address):
     """A vector of bfloat16 that lies there, as float32."""
     bits = builder.zext(builder.load(pointer_to(builder, address, SHORTS), align=2), INTS)
     return builder.bitcast(builder.shl(bits, constant(16)), FLOATS)
+
+
+def load_float16(builder, address):
+    """A vector of float16 that lies there, as float32."""
+    kind = ir.VectorType(ir.HalfType(), WIDTH)
+    return builder.fpext(builder.load(pointer_to(builder, address, kind), align=2), FLOATS)
 
 
 def load_words(builder, address, count):

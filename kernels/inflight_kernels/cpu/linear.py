@@ -1,6 +1,7 @@
-"""``x @ weight.T + bias`` for few and for many rows of x, in float32 or bfloat16.
+"""``x @ weight.T + bias`` for few and for many rows of x, in float32 or bfloat16, or in float32
+with a weight of 16 bits, whose numbers are widened in registers.
 
-A weight [rows, columns] is kept in *panels* of 16 rows, whose numbers of one column (in bfloat16 of
+A weight [rows, columns] is kept in *panels* of 16 rows, whose numbers of one column (of 16 bits of
 two) lie together: one load feeds a multiply-add for each row of x. A *tile* of up to 8 rows of x
 and 3 panels (without AVX-512 of 4 rows and one) stays in registers over all columns; of a single
 row it is 6 panels, since nothing then bounds it but the reading of the weight. Sums are float32, in
@@ -15,11 +16,13 @@ so that their weight is read from memory once.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, njit, types
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic, overload
 from torch import Tensor
 from torch.nn import functional
@@ -30,11 +33,14 @@ from inflight_kernels.cpu.intrinsics import (
     FLOATS,
     HAS_WIDE_REGISTERS,
     I64,
+    INTS,
     SHORTS,
     WIDTH,
     array_at,
     bias_of,
+    constant,
     finish_piece,
+    halves,
     load_bfloat16,
     load_floats,
     multiply_add,
@@ -63,6 +69,8 @@ def takes(weight: Tensor) -> bool:
     """Whether there is a product for a weight [rows, columns]."""
     rows, columns = weight.shape
     is_known = weight.dtype in (torch.float32, torch.bfloat16)
+    if weight.dtype == torch.float16:
+        is_known = "+f16c" in get_host_cpu_features()
     return is_known and rows % WIDTH == 0 and columns % 2 == 0
 
 
@@ -75,7 +83,7 @@ def pack(weight: Tensor) -> Tensor:
     """The weight [rows, columns] in panels: [rows / 16, columns / n, 16, n], n numbers of 32 bits
     in all."""
     rows, columns = weight.shape
-    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    pair = 4 // weight.itemsize
     panels = weight.view(rows // WIDTH, WIDTH, columns // pair, pair)
     packed = torch.empty(rows * columns + 64, dtype=weight.dtype)
     start = -packed.data_ptr() % 64 // weight.itemsize
@@ -94,7 +102,8 @@ def rows(packed: Tensor, numbers: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, columns] -> [T, rows], both of the dtype of the weight; bias: float32 [rows]."""
+    """x [T, columns] -> [T, rows], both of the dtype of the weight, or float32 beside one of 16
+    bits; bias: float32 [rows]."""
     num_tokens, x = len(x), x.contiguous()
     out = torch.empty(num_tokens, num_rows(packed), dtype=x.dtype)
     if num_tokens:
@@ -115,7 +124,7 @@ def linear_stage(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) ->
         out.stride(0) * out.itemsize,
         len(packed),
     )
-    return Stage(_kernel(x.dtype == torch.bfloat16), numbers)
+    return Stage(_kernel(x.dtype, packed.dtype), numbers)
 
 
 def grouped_linear(x: Tensor, packed: Tensor, starts: Tensor, bias: Tensor | None) -> Tensor:
@@ -151,14 +160,43 @@ def grouped_linear_stage(
     return Stage(_grouped_kernel(x.dtype == torch.bfloat16), numbers)
 
 
+def _widen_float16(builder, pairs):
+    """Both numbers of each place as float32."""
+    bits = builder.bitcast(pairs, INTS)
+    shorts = (builder.trunc(each, SHORTS) for each in (bits, builder.lshr(bits, constant(16))))
+    kind = ir.VectorType(ir.HalfType(), WIDTH)
+    return [builder.fpext(builder.bitcast(each, kind), FLOATS) for each in shorts]
+
+
+_WIDEN = {types.uint32: halves, types.int32: _widen_float16}
+
+
+def _add_step(builder, like, step, x_rows, weights, sums):
+    """``sums``, by row and panel, with the products of a step of each row of x and each panel."""
+    multiply = multiply_add_pairs if like == types.uint16 else multiply_add
+    columns, added = [weights], dict(sums)
+    if like in _WIDEN:
+        pairs = [_WIDEN[like](builder, each) for each in weights]
+        columns = [[pair[column] for pair in pairs] for column in (0, 1)]
+    x_offset = builder.mul(step, ir.Constant(I64, 4 * len(columns)))
+    for column, numbers in enumerate(columns):
+        for row, address in enumerate(x_rows):
+            place = builder.add(builder.add(address, x_offset), ir.Constant(I64, 4 * column))
+            number = splat(builder, builder.load(pointer_to(builder, place, F32), align=4))
+            for panel, weight in enumerate(numbers):
+                added[row, panel] = multiply(builder, number, weight, added[row, panel])
+    return added
+
+
 def _make_tile(num_rows: int, num_panels: int):
     """An intrinsic: ``num_rows`` rows of x times ``num_panels`` panels, all columns."""
     grid = [(row, panel) for row in range(num_rows) for panel in range(num_panels)]
 
     @intrinsic
     def tile(_, like, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out, ahead):
-        """Addresses and bytes; a step is 4 bytes of x. Numbers are ``like`` it: uint16 stands for
-        bfloat16. ``bias`` None: the product is added to what ``out`` has. ``ahead``: how far behind
+        """Addresses and bytes; a step is 4 bytes of a row of the weight. Numbers are ``like`` it:
+        uint16 stands for bfloat16, uint32 and int32 for float32 beside a weight in bfloat16 and in
+        float16. ``bias`` None: the product is added to what ``out`` has. ``ahead``: how far behind
         the weight is what is read into the caches."""
         is_bfloat16, has_bias = like == types.uint16, bias == types.int64
 
@@ -173,7 +211,6 @@ def _make_tile(num_rows: int, num_panels: int):
 
             x_rows = [at(x, stride_x, row) for row in range(num_rows)]
             panels = [at(weight, stride_panel, panel) for panel in range(num_panels)]
-            multiply = multiply_add_pairs if is_bfloat16 else multiply_add
             size = WIDTH * (2 if is_bfloat16 else 4)
             places_out = {
                 (row, panel): at(out, stride_out, row, panel * size) for row, panel in grid
@@ -199,13 +236,7 @@ def _make_tile(num_rows: int, num_panels: int):
             places = [builder.add(panel, weight_offset) for panel in panels]
             weights = [builder.load(pointer_to(builder, each, FLOATS), align=64) for each in places]
             prefetch(builder, [builder.add(each, ahead) for each in places], 0)
-            x_offset = builder.mul(step, ir.Constant(I64, 4))
-            added = {}
-            for row in range(num_rows):
-                place = builder.add(x_rows[row], x_offset)
-                number = splat(builder, builder.load(pointer_to(builder, place, F32), align=4))
-                for panel in range(num_panels):
-                    added[row, panel] = multiply(builder, number, weights[panel], sums[row, panel])
+            added = _add_step(builder, like, step, x_rows, weights, sums)
             following = builder.add(step, ir.Constant(I64, 1))
             step.add_incoming(following, loop)
             for place, total in sums.items():
@@ -324,12 +355,12 @@ def multiply_panels(
 
 
 @njit(**FAST)
-def _run(pointer, size, like):
-    """``size``: bytes of a number like ``like``."""
+def _run(pointer, size, like, step_bytes):
+    """``size``: bytes of a number like ``like``; ``step_bytes``: of x in a step."""
     numbers = carray(pointer, 10, types.int64)
     num_tokens, x, weight, bias, out = numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]
     stride_x, stride_out, num_panels = numbers[7], numbers[8], numbers[9]
-    steps = stride_x // 4
+    steps = stride_x // step_bytes
     at_a_time = _PANELS_OF_ONE_ROW if num_tokens == 1 else _PANELS
     num_parts = (num_tokens + _ROWS_AT_A_TIME - 1) // _ROWS_AT_A_TIME
     num_pieces = (num_panels + at_a_time - 1) // at_a_time * num_parts
@@ -348,16 +379,33 @@ def _run(pointer, size, like):
 
 
 def _run_float32(pointer):
-    return _run(pointer, 4, np.float32(0))
+    return _run(pointer, 4, np.float32(0), 4)
 
 
 def _run_bfloat16(pointer):
-    return _run(pointer, 2, np.uint16(0))
+    return _run(pointer, 2, np.uint16(0), 4)
+
+
+def _run_float32_by_bfloat16(pointer):
+    return _run(pointer, 4, np.uint32(0), 8)
+
+
+def _run_float32_by_float16(pointer):
+    return _run(pointer, 4, np.int32(0), 8)
+
+
+_RUN: dict[tuple[torch.dtype, torch.dtype], Any] = {
+    (torch.float32, torch.float32): _run_float32,
+    (torch.bfloat16, torch.bfloat16): _run_bfloat16,
+    (torch.float32, torch.bfloat16): _run_float32_by_bfloat16,
+    (torch.float32, torch.float16): _run_float32_by_float16,
+}
+"""By the types of x and of the weight."""
 
 
 @cache
-def _kernel(is_bfloat16: bool) -> Kernel:
-    return Kernel(_run_bfloat16 if is_bfloat16 else _run_float32, 8)
+def _kernel(dtype: torch.dtype, of_weight: torch.dtype) -> Kernel:
+    return Kernel(_RUN[dtype, of_weight], 8)
 
 
 @njit(**FAST)

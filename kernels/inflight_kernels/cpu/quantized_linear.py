@@ -37,6 +37,7 @@ from inflight_kernels.cpu.intrinsics import (
     FAST,
     FLOATS,
     HAS_WIDE_REGISTERS,
+    I8,
     I16,
     I32,
     I64,
@@ -46,6 +47,9 @@ from inflight_kernels.cpu.intrinsics import (
     bias_of,
     constant,
     finish_piece,
+    load_bfloat16,
+    load_float16,
+    load_floats,
     multiplies_bfloat16,
     multiply_add,
     multiply_add_pairs,
@@ -69,14 +73,15 @@ _FEW = 32_768
 """Numbers that one thread is done with before others have begun."""
 _KINDS = {torch.uint8: "nibbles", torch.int8: "integers", torch.float8_e4m3fn: "floats"}
 _IN_A_WORD = {
-    **dict.fromkeys(("nibbles", "nibbles and zeros", "codes"), 8),
+    **dict.fromkeys(("nibbles", "nibbles and zeros", "nibbles and small zeros", "codes"), 8),
     **dict.fromkeys(("integers", "integers and zeros", "floats", "float pairs"), 4),
     "integer products": 4,
 }
-_AND_ZEROS = " and zeros"
+_AND_ZEROS = " zeros"  # how their kinds end
+_SMALL = "nibbles and small zeros"
 _HAVE_WIDE_SCALES = ("floats", "float pairs", "integer products")
 _TYPES = {
-    **dict.fromkeys(("nibbles", "nibbles and zeros", "codes"), torch.uint8),
+    **dict.fromkeys(("nibbles", "nibbles and zeros", _SMALL, "codes"), torch.uint8),
     **dict.fromkeys(("integers", "integers and zeros"), torch.int8),
     **dict.fromkeys(("floats", "float pairs"), torch.float8_e4m3fn),
 }
@@ -86,8 +91,9 @@ _TYPES = {
 class Packed:
     """``kind``: what the words hold. ``words`` int32 [panels, columns / n, 16], of 4 bits the even
     columns in the low half, of float pairs see `_in_pairs`; ``scales`` and ``zeros`` [panels,
-    groups, 16], of integer products zeros are what sums begin from; ``table`` [16] float32: what
-    codes stand for."""
+    groups, 16], of integer products zeros are what sums begin from. Small zeros are uint8 [panels,
+    groups / 2, 16], the even group in the low bits. ``table`` [16] float32: what codes stand for,
+    or what is added to small zeros."""
 
     kind: str
     words: Tensor
@@ -106,6 +112,16 @@ class Packed:
     def num_groups(self) -> int:
         """Of a row."""
         return self.scales.shape[1]
+
+    @property
+    def codebook(self) -> Tensor | None:
+        """What codes stand for, if there are codes."""
+        return self.table if self.kind == "codes" else None
+
+    @property
+    def first_zero(self) -> int:
+        """What `pack` got."""
+        return 0 if self.kind != _SMALL or self.table is None else int(self.table[0]) + 8
 
 
 def takes(values: Tensor, dtype: torch.dtype, group_size: int, *, has_codebook: bool) -> bool:
@@ -139,9 +155,13 @@ def pack(
     group_size: int,
     dtype: torch.dtype,
     codebook: Tensor | None = None,
+    first_zero: int = 0,
 ) -> Packed:
     """A weight as `reference.dequantize` has it. Scales and zeros keep their type: that of the
-    model, ``dtype``, but float32 beside float8. In bfloat16 a codebook is rounded to it."""
+    model, ``dtype``, but float32 beside float8; in float32, of 4 bits without zeros or with those
+    in bytes, scales may be of 16 bits. In bfloat16 a codebook is rounded to it. Zeros may
+    also be bytes [rows, groups / 2] of two numbers of 4 bits, the even group's in the low bits, to
+    which ``first_zero`` is added."""
     kind, columns, table = _KINDS[values.dtype], values.shape[1], None
     if kind == "nibbles":
         columns *= 2
@@ -149,16 +169,17 @@ def pack(
             kind, table = "codes", codebook.to(dtype).float().contiguous()
         else:
             values = values ^ 0x88  # -8 to 7, with a sign
-            if zeros is not None and bool((zeros == 8).all()):
-                zeros = None
-            elif zeros is None:
-                raise ValueError("zeros: 4 bits without a codebook need them")
         values = _parted(values)
     words = _panels(values.contiguous().view(torch.int32))
     if kind == "floats" and dtype == torch.bfloat16 and _looks_up_bytes():
         kind, words = "float pairs", _in_pairs(words)
+    if scales.dtype == torch.float16 and "+f16c" not in get_host_cpu_features():
+        scales = scales.float()
     if zeros is not None:
-        kind, zeros = kind + _AND_ZEROS, _panels(zeros)
+        is_small = zeros.dtype == torch.uint8
+        if is_small:
+            table = torch.full((WIDTH,), float(first_zero - 8))
+        kind, zeros = _SMALL if is_small else f"{kind} and zeros", _panels(zeros)
     return Packed(kind, words, _panels(scales), zeros, table, columns, group_size)
 
 
@@ -206,9 +227,8 @@ def rows(weight: Packed, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor | None
     assert scales is not None
     if _KINDS.get(values.dtype) == "nibbles":
         values = _put_together(values)
-        if weight.table is None:
+        if weight.codebook is None:
             values = values ^ 0x88
-            zeros = torch.full_like(scales, 8) if zeros is None else zeros
     return values, scales, zeros
 
 
@@ -246,7 +266,7 @@ def quantized_linear_stage(
         len(weight.words),
         out.stride(0) * out.itemsize,
     )
-    return Stage(_kernel(weight.kind, out.dtype == torch.bfloat16), numbers)
+    return Stage(_kernel(weight.kind, out.dtype, weight.scales.dtype), numbers)
 
 
 def takes_integers(values: Tensor, scales: Tensor) -> bool:
@@ -381,7 +401,7 @@ def _float_pairs(builder, word, column, table):
     return builder.bitcast(pairs, FLOATS)
 
 
-_BYTES = ir.VectorType(ir.IntType(8), 64)
+_BYTES = ir.VectorType(I8, 64)
 _LOOK_UP_BYTES = "llvm.x86.avx512.vpermi2var.qi.512"
 
 
@@ -398,13 +418,13 @@ def _float8_bytes():
 _FLOAT8_BYTES = _float8_bytes()
 
 _WIDEN = {
-    **dict.fromkeys(("nibbles", "nibbles and zeros"), _nibble),
+    **dict.fromkeys(("nibbles", "nibbles and zeros", _SMALL), _nibble),
     **dict.fromkeys(("integers", "integers and zeros"), _integer),
     "codes": _code,
     "floats": _float8,
 }
 _WIDEN_PAIRS = {
-    **dict.fromkeys(("nibbles", "nibbles and zeros", "codes"), _codes_of_pairs),
+    **dict.fromkeys(("nibbles", "nibbles and zeros", _SMALL, "codes"), _codes_of_pairs),
     "float pairs": _float_pairs,
 }
 """Two columns at once, where the CPU multiplies pairs."""
@@ -414,6 +434,13 @@ def _pair(builder, first, second):
     """Two float32 in each place, whose last bits are zeros, as bfloat16."""
     low = builder.lshr(builder.bitcast(first, INTS), constant(16))
     return builder.bitcast(builder.or_(low, builder.bitcast(second, INTS)), FLOATS)
+
+
+_SHORT_SCALES = {
+    types.uint16: load_bfloat16,
+    types.uint32: load_bfloat16,
+    types.int32: load_float16,
+}
 
 
 class _Loop:
@@ -451,9 +478,10 @@ class _Tile:
     group_size; addresses, and strides in bytes.
     """
 
-    def __init__(self, builder, kind, is_bfloat16, rows, panels, arguments):
-        self._builder, self._kind, self._is_bfloat16 = builder, kind, is_bfloat16
-        self._is_dot = is_bfloat16 and multiplies_bfloat16()
+    def __init__(self, builder, kind, like, rows, panels, arguments):
+        self._builder, self._kind, self._is_bfloat16 = builder, kind, like == types.uint16
+        self._load_short = _SHORT_SCALES.get(like)
+        self._is_dot = self._is_bfloat16 and multiplies_bfloat16()
         self._widen_pairs = _WIDEN_PAIRS.get(kind) if self._is_dot else None
         self._grid = [(row, panel) for row in range(rows) for panel in range(panels)]
         self._rows, self._panels = range(rows), range(panels)
@@ -542,12 +570,9 @@ class _Tile:
         """Scales or zeros of a panel as float32."""
         builder = self._builder
         place = self._plus(group, self._num_groups, panel)
-        if not self._is_bfloat16 or self._kind in _HAVE_WIDE_SCALES:
-            address = self._plus(address, place, WIDTH * 4)
-            return builder.load(pointer_to(builder, address, FLOATS), align=4)
-        address = self._plus(address, place, WIDTH * 2)
-        short = builder.load(pointer_to(builder, address, SHORTS), align=2)
-        return builder.bitcast(builder.shl(builder.zext(short, INTS), constant(16)), FLOATS)
+        if self._load_short is None or self._kind in _HAVE_WIDE_SCALES:
+            return load_floats(builder, self._plus(address, place, WIDTH * 4))
+        return self._load_short(builder, self._plus(address, place, WIDTH * 2))
 
     def _without_zeros(self, group, products):
         """Products minus the number for zero times the sum of x over the group, where there are
@@ -557,14 +582,31 @@ class _Tile:
             return [products[place] for place in self._grid]
         found = []
         for row, panel in self._grid:
-            zeros = self._of_group(self._zeros, panel, group)
-            if _IN_A_WORD[self._kind] == 8:
-                zeros = builder.fsub(zeros, ir.Constant(FLOATS, [8.0] * WIDTH))
+            if self._kind == _SMALL:
+                zeros = self._small_zeros(panel, group)
+            else:
+                zeros = self._of_group(self._zeros, panel, group)
+                if _IN_A_WORD[self._kind] == 8:
+                    zeros = builder.fsub(zeros, ir.Constant(FLOATS, [8.0] * WIDTH))
             place = self._plus(group, self._num_groups, row)
             pointer = pointer_to(builder, self._plus(self._sums, place, 4), F32)
             total = builder.fneg(splat(builder, builder.load(pointer, align=4)))
             found.append(multiply_add(builder, total, zeros, products[row, panel]))
         return found
+
+    def _small_zeros(self, panel, group):
+        """Those of a panel as float32, 8 less."""
+        builder = self._builder
+        num_bytes = builder.lshr(builder.add(self._num_groups, _int(1)), _int(1))
+        place = self._plus(builder.lshr(group, _int(1)), num_bytes, panel)
+        address = self._plus(self._zeros, place, WIDTH)
+        codes = builder.load(pointer_to(builder, address, ir.VectorType(I8, WIDTH)), align=1)
+        is_odd = builder.trunc(group, ir.IntType(1))
+        codes = builder.zext(codes, INTS)
+        codes = builder.select(is_odd, builder.lshr(codes, constant(4)), codes)
+        wide = builder.sitofp(builder.and_(codes, constant(15)), FLOATS)
+        first = builder.load(pointer_to(builder, self._table, FLOATS), align=4)
+        return builder.fadd(wide, first)
 
     def _store(self, totals):
         builder, size = self._builder, 2 if self._is_bfloat16 else 4
@@ -623,7 +665,7 @@ def _int(number):
 
 def _make_tile(kind: str, num_rows: int, num_panels: int):
     """An intrinsic of a `_Tile`. Its numbers are ``like`` the first argument: uint16 stands for
-    bfloat16."""
+    bfloat16, uint32 and int32 for float32 beside scales in bfloat16 and in float16."""
 
     @intrinsic
     def tile(
@@ -631,9 +673,8 @@ def _make_tile(kind: str, num_rows: int, num_panels: int):
         group_size,
     ):  # fmt: skip
         def generate(context, builder, signature, arguments):
-            is_bfloat16 = like == types.uint16
             make = _IntegerTile if kind == "integer products" else _Tile
-            make(builder, kind, is_bfloat16, num_rows, num_panels, arguments[1:]).write()
+            make(builder, kind, like, num_rows, num_panels, arguments[1:]).write()
             return context.get_dummy_value()
 
         return types.void(like, *[types.int64] * 12), generate
@@ -644,18 +685,19 @@ def _make_tile(kind: str, num_rows: int, num_panels: int):
 def _make_run(kind: str):
     tile_high, tile_low, tile_1 = (_make_tile(kind, rows, _PANELS) for rows in _ROWS)
     tile_of_one_row = _make_tile(kind, 1, _PANELS_OF_ONE_ROW)
-    in_a_word, is_wide = _IN_A_WORD[kind], kind in _HAVE_WIDE_SCALES
-    is_of_bytes = kind == "integer products"
+    in_a_word = _IN_A_WORD[kind]
+    is_of_bytes, has_small_zeros = kind == "integer products", kind == _SMALL
 
-    def run(pointer, size, like):
-        """``size``: bytes of a number like ``like``."""
+    def run(pointer, size, like, scale_size):
+        """``size``: bytes of a number like ``like``; ``scale_size``: of a scale."""
         numbers = carray(pointer, 15, types.int64)
         num_tokens, x, words, scales, zeros, sums, table, bias, out = numbers[2:11]
         columns, group_size, num_panels, stride_out = numbers[11:15]
         stride_x = columns * (1 if is_of_bytes else size)
         num_groups = (columns + group_size - 1) // group_size
         of_words = columns // in_a_word * WIDTH * 4
-        of_scales = num_groups * WIDTH * (4 if is_wide else size)
+        of_scales = num_groups * WIDTH * scale_size
+        of_zeros = (num_groups + 1) // 2 * WIDTH if has_small_zeros else of_scales
         is_one = num_tokens == 1 and num_panels >= _PANELS_OF_ONE_ROW
         at_a_time = _PANELS_OF_ONE_ROW if is_one else _PANELS
         num_parts = (num_tokens + _ROWS_AT_A_TIME - 1) // _ROWS_AT_A_TIME
@@ -668,7 +710,7 @@ def _make_run(kind: str):
             row = piece % num_parts * _ROWS_AT_A_TIME
             end = min(row + _ROWS_AT_A_TIME, num_tokens)
             own_words, own_scales = words + first * of_words, scales + first * of_scales
-            own_zeros = zeros + first * of_scales  # read by kinds that have them
+            own_zeros = zeros + first * of_zeros  # read by kinds that have them
             own_bias = bias + first * WIDTH * 4
             own_out = out + first * WIDTH * size
             if is_one:
@@ -708,6 +750,7 @@ def _make_run(kind: str):
 
 _run_nibbles = _make_run("nibbles")
 _run_nibbles_zeros = _make_run("nibbles and zeros")
+_run_nibbles_small_zeros = _make_run(_SMALL)
 _run_codes = _make_run("codes")
 _run_integers = _make_run("integers")
 _run_integers_zeros = _make_run("integers and zeros")
@@ -720,68 +763,93 @@ _run_integer_products = _make_run("integer products")
 
 
 def _nibbles_float32(pointer):
-    return _run_nibbles(pointer, 4, np.float32(0))
+    return _run_nibbles(pointer, 4, np.float32(0), 4)
 
 
 def _nibbles_bfloat16(pointer):
-    return _run_nibbles(pointer, 2, np.uint16(0))
+    return _run_nibbles(pointer, 2, np.uint16(0), 2)
 
 
 def _nibbles_zeros_float32(pointer):
-    return _run_nibbles_zeros(pointer, 4, np.float32(0))
+    return _run_nibbles_zeros(pointer, 4, np.float32(0), 4)
 
 
 def _nibbles_zeros_bfloat16(pointer):
-    return _run_nibbles_zeros(pointer, 2, np.uint16(0))
+    return _run_nibbles_zeros(pointer, 2, np.uint16(0), 2)
+
+
+def _nibbles_small_zeros_float32(pointer):
+    return _run_nibbles_small_zeros(pointer, 4, np.float32(0), 4)
+
+
+def _nibbles_small_zeros_bfloat16(pointer):
+    return _run_nibbles_small_zeros(pointer, 2, np.uint16(0), 2)
+
+
+def _nibbles_float32_by_bfloat16(pointer):
+    return _run_nibbles(pointer, 4, np.uint32(0), 2)
+
+
+def _nibbles_float32_by_float16(pointer):
+    return _run_nibbles(pointer, 4, np.int32(0), 2)
+
+
+def _nibbles_small_zeros_float32_by_bfloat16(pointer):
+    return _run_nibbles_small_zeros(pointer, 4, np.uint32(0), 2)
+
+
+def _nibbles_small_zeros_float32_by_float16(pointer):
+    return _run_nibbles_small_zeros(pointer, 4, np.int32(0), 2)
 
 
 def _codes_float32(pointer):
-    return _run_codes(pointer, 4, np.float32(0))
+    return _run_codes(pointer, 4, np.float32(0), 4)
 
 
 def _codes_bfloat16(pointer):
-    return _run_codes(pointer, 2, np.uint16(0))
+    return _run_codes(pointer, 2, np.uint16(0), 2)
 
 
 def _integers_float32(pointer):
-    return _run_integers(pointer, 4, np.float32(0))
+    return _run_integers(pointer, 4, np.float32(0), 4)
 
 
 def _integers_bfloat16(pointer):
-    return _run_integers(pointer, 2, np.uint16(0))
+    return _run_integers(pointer, 2, np.uint16(0), 2)
 
 
 def _integers_zeros_float32(pointer):
-    return _run_integers_zeros(pointer, 4, np.float32(0))
+    return _run_integers_zeros(pointer, 4, np.float32(0), 4)
 
 
 def _integers_zeros_bfloat16(pointer):
-    return _run_integers_zeros(pointer, 2, np.uint16(0))
+    return _run_integers_zeros(pointer, 2, np.uint16(0), 2)
 
 
 def _floats_float32(pointer):
-    return _run_floats(pointer, 4, np.float32(0))
+    return _run_floats(pointer, 4, np.float32(0), 4)
 
 
 def _floats_bfloat16(pointer):
-    return _run_floats(pointer, 2, np.uint16(0))
+    return _run_floats(pointer, 2, np.uint16(0), 4)
 
 
 def _float_pairs_bfloat16(pointer):
-    return _run_float_pairs(pointer, 2, np.uint16(0))
+    return _run_float_pairs(pointer, 2, np.uint16(0), 4)
 
 
 def _integer_products_float32(pointer):
-    return _run_integer_products(pointer, 4, np.float32(0))
+    return _run_integer_products(pointer, 4, np.float32(0), 4)
 
 
 def _integer_products_bfloat16(pointer):
-    return _run_integer_products(pointer, 2, np.uint16(0))
+    return _run_integer_products(pointer, 2, np.uint16(0), 4)
 
 
 _RUN: dict[str, Any] = {
     "nibbles": (_nibbles_float32, _nibbles_bfloat16),
     "nibbles and zeros": (_nibbles_zeros_float32, _nibbles_zeros_bfloat16),
+    _SMALL: (_nibbles_small_zeros_float32, _nibbles_small_zeros_bfloat16),
     "codes": (_codes_float32, _codes_bfloat16),
     "integers": (_integers_float32, _integers_bfloat16),
     "integers and zeros": (_integers_zeros_float32, _integers_zeros_bfloat16),
@@ -791,6 +859,18 @@ _RUN: dict[str, Any] = {
 }
 
 
+_RUN_BY_SHORT: dict[tuple[str, torch.dtype], Any] = {
+    ("nibbles", torch.bfloat16): _nibbles_float32_by_bfloat16,
+    ("nibbles", torch.float16): _nibbles_float32_by_float16,
+    (_SMALL, torch.bfloat16): _nibbles_small_zeros_float32_by_bfloat16,
+    (_SMALL, torch.float16): _nibbles_small_zeros_float32_by_float16,
+}
+"""In float32 by scales of 16 bits."""
+
+
 @cache
-def _kernel(kind: str, is_bfloat16: bool) -> Kernel:
-    return Kernel(_RUN[kind][is_bfloat16], 13)
+def _kernel(kind: str, dtype: torch.dtype, of_scales: torch.dtype) -> Kernel:
+    is_bfloat16 = dtype == torch.bfloat16
+    if is_bfloat16 or of_scales == torch.float32:
+        return Kernel(_RUN[kind][is_bfloat16], 13)
+    return Kernel(_RUN_BY_SHORT[kind, of_scales], 13)

@@ -17,11 +17,14 @@ def dequantize(
 
     values: float8_e4m3fn or int8 [rows, columns], or uint8 [rows, columns / 2] with two numbers of
     0 to 15 a byte, that of the lower column in the low bits; scales and zeros: [rows, groups], each
-    for ``group_size`` columns (None: all), fewer in the last group. codebook: [16] float32.
+    for ``group_size`` columns (None: all), fewer in the last group. codebook: [16] float32. Without
+    zeros and codebook 8 stands for 0 of 4 bits.
     """
     wide = _widen(values) if codebook is None else _look_up(values, codebook)
     if zeros is not None:
         _by_group(wide, group_size).sub_(_aligned(zeros, wide, group_size))
+    elif values.dtype == torch.uint8 and codebook is None:
+        wide -= 8
     _by_group(wide, group_size).mul_(_aligned(scales, wide, group_size))
     return wide
 

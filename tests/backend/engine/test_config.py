@@ -214,6 +214,7 @@ def test_a_cache_in_fp8_is_kept_where_the_gpu_has_it(
         ({"dtype": "bfloat16"}, "compiled"),
         ({"dtype": "float16"}, "torch"),
         ({"quantization": "fp8"}, "torch"),
+        ({"kv_cache_dtype": "fp8"}, "compiled"),
         ({"attention_backend": "torch"}, "torch"),
         ({"attention_backend": "compiled"}, "compiled"),
     ],

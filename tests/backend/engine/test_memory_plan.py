@@ -142,7 +142,7 @@ def test_the_largest_step_is_in_the_plan(hidden: int, intermediate: int) -> None
             spec.name: torch.empty(spec.shape, dtype=torch.bfloat16)
             for spec in decoder_parameters(model)
         }
-        decoder = Decoder(model, parameters, ops)
+        decoder = Decoder(model, parameters, ops, dtype=torch.bfloat16)
         shape = (num_tokens, hidden // 128, 128)
         attention = SimpleNamespace(attend=lambda *_: torch.empty(shape))
         tokens, rows = torch.empty(num_tokens, dtype=torch.int64), torch.empty(256).long()

@@ -84,7 +84,7 @@ def prepared_bytes(parameter: Parameter) -> int:
     order = None if parameter.order is None else parameter.order[None]
     size, table = parameter.group_size, parameter.codebook
     made = prepare(
-        parameter.values, parameter.scales, parameter.zeros, group_size=size, order=order,
+        parameter.values, parameter.scales, parameter.wide_zeros, group_size=size, order=order,
         codebook=table,
     )  # fmt: skip
     return sum(

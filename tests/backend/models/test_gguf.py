@@ -180,6 +180,19 @@ def test_several_types_in_a_file(tmp_path: Path, wide: Path) -> None:
     assert made.quantization == "gguf Q4_K"
 
 
+def test_a_scale_that_is_no_number(tmp_path: Path, wide: Path) -> None:
+    def keep(name: str, data: Any) -> tuple[Any, gguf.GGMLQuantizationType]:
+        blocks, kind = quantized("Q8_0", is_wide=False)(name, data)
+        if name == "blk.1.ffn_up.weight":
+            blocks[-1, -34:-32] = 0xFF  # a float16 before each 32 bytes
+        return blocks, kind
+
+    path = write_gguf(wide, tmp_path / "model.gguf", "llama", keep)
+    message = r"^blk\.1\.ffn_up: its blocks \(Q8_0\) have scales that are not finite"
+    with pytest.raises(CheckpointError, match=message):
+        Engine.load(path, CONFIG)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["Q3_K", "Q4_K", "Q6_K", "IQ4_NL"])
 def test_types_by_the_kernels_of_a_gpu(tmp_path: Path, wide: Path, dtype: str) -> None:

@@ -110,7 +110,9 @@ def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
         ("int8", ("k_proj.output_scale", "v_proj.output_scale"), {"kv_cache_scheme": _INT8}),
     ],
 )
-@pytest.mark.parametrize(("backend", "tolerance"), [("torch", 1e-5), ("triton", 5e-3)])
+@pytest.mark.parametrize(
+    ("backend", "tolerance"), [("torch", 1e-5), ("compiled", 1e-5), ("triton", 5e-3)]
+)
 def test_logits_are_those_of_rounded_keys_and_values(
     tmp_path: Path,
     plain: Path,

@@ -54,6 +54,18 @@ def test_a_row_does_not_depend_on_the_others(
     assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 13, 70])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_of_16_bits_gives_what_it_gives_in_float32(
+    generator: torch.Generator, dtype: torch.dtype, num_tokens: int
+) -> None:
+    weight = torch.randn(112, 90, generator=generator).to(dtype)
+    weight[0, :2] = torch.tensor([6e-8, -3e-6])  # of float16 below the smallest normal number
+    x, bias = torch.randn(num_tokens, 90, generator=generator), torch.ones(112)
+    found = linear.linear(x, linear.pack(weight), bias)
+    assert torch.equal(found, linear.linear(x, linear.pack(weight.float()), bias))
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(17, 64), (16, 3)])
 def test_other_sizes_are_not_taken(rows: int, columns: int) -> None:
     assert not linear.takes(torch.zeros(rows, columns))

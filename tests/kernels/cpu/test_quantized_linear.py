@@ -33,15 +33,23 @@ def make(
     else:
         values = torch.randint(0, 256, (rows, columns // 2), generator=generator).to(torch.uint8)
     zeros = torch.randint(0, 16, groups, generator=generator).to(dtype)
-    if kind in ("8 bits", "codebook"):
+    if "zeros" not in kind:
         return values, scales.to(dtype), None, NORMAL if kind == "codebook" else None
-    return values, scales.to(dtype), torch.full_like(zeros, 8) if kind == "4 bits" else zeros, None
+    return values, scales.to(dtype), zeros, None
+
+
+def pack_zeros(zeros: torch.Tensor) -> torch.Tensor:
+    """Numbers of 4 bits [rows, groups], two groups a byte."""
+    even = torch.nn.functional.pad(zeros.to(torch.uint8), (0, zeros.shape[1] % 2))
+    return reference.pack_nibbles(even)
 
 
 @pytest.mark.parametrize("dtype", LIMIT)
 @pytest.mark.parametrize(
-    "kind", ["4 bits", "4 bits, zeros", "codebook", "8 bits", "8 bits, zeros", "float8"]
-)
+    "kind",
+    ["4 bits", "4 bits, zeros", "4 bits, small zeros", "codebook", "8 bits", "8 bits, zeros",
+     "float8"],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("shape", "size"), [((32, 16), 16), ((112, 96), 32), ((96, 200), 64), ((144, 72), 72)]
 )
@@ -52,7 +60,10 @@ def test_equals_torch(
     does not depend on the others."""
     values, scales, zeros, codebook = make(generator, kind, shape, size, dtype)
     assert quantized_linear.takes(values, dtype, size, has_codebook=codebook is not None)
-    packed = quantized_linear.pack(values, scales, zeros, size, dtype, codebook)
+    given_zeros, first_zero = zeros, 0
+    if zeros is not None and "small" in kind:
+        given_zeros, first_zero, zeros = pack_zeros(zeros), 1, zeros + 1
+    packed = quantized_linear.pack(values, scales, given_zeros, size, dtype, codebook, first_zero)
     wide = reference.dequantize(values, scales, zeros, size, codebook)
     bias = torch.randn(shape[0], generator=generator)
     x = torch.randn(77, shape[1], generator=generator).to(dtype)
@@ -66,10 +77,33 @@ def test_equals_torch(
         alone = [quantized_linear.quantized_linear(row[None], packed, given) for row in x[:9]]
         assert torch.equal(torch.cat(alone), found[:9])
     numbers = torch.tensor([shape[0] - 1, 0, 17, 17])
-    looked_up = quantized_linear.rows(packed, numbers)
+    found_values, found_scales, found_zeros = quantized_linear.rows(packed, numbers)
+    if zeros is not None and given_zeros is not None and found_zeros is not None:
+        assert torch.equal(found_zeros, given_zeros[numbers])
+        found_zeros = zeros[numbers]
+    assert packed.first_zero == first_zero
     table = None if codebook is None else codebook.to(dtype).float()
     wide = reference.dequantize(values, scales, zeros, size, table)
-    assert torch.equal(reference.dequantize(*looked_up, size, table), wide[numbers])
+    again = reference.dequantize(found_values, found_scales, found_zeros, size, table)
+    assert torch.equal(again, wide[numbers])
+
+
+@pytest.mark.parametrize("kind", ["4 bits", "4 bits, small zeros"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_of_16_bits_give_what_they_give_in_float32(
+    generator: torch.Generator, dtype: torch.dtype, kind: str
+) -> None:
+    values, scales, zeros, _ = make(generator, kind, (112, 96), 32, dtype)
+    zeros = None if zeros is None else pack_zeros(zeros)
+    x = torch.randn(13, 96, generator=generator)
+    answers = [
+        quantized_linear.quantized_linear(
+            x, quantized_linear.pack(values, each, zeros, 32, torch.float32), None
+        )
+        for each in (scales, scales.float())
+    ]
+    assert scales.dtype == dtype
+    assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize(

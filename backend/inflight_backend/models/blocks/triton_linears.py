@@ -123,7 +123,7 @@ class TritonPackedLinear:
         self._weight = prepare(
             weight.values,
             weight.scales,
-            weight.zeros,
+            weight.wide_zeros,
             group_size=weight.group_size,
             order=orders,
             codebook=weight.codebook,

@@ -98,7 +98,7 @@ class CompiledPackedLinear(StagedLinear):
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         self._packed = quantized_linear.pack(
             weight.values, weight.scales, weight.zeros, weight.group_size, weight.dtype,
-            weight.codebook,
+            weight.codebook, weight.first_zero,
         )  # fmt: skip
         self._order = None if weight.order is None else weight.order.int()
         self._dtype = weight.dtype
@@ -126,7 +126,7 @@ class CompiledPackedLinear(StagedLinear):
         return dequantize(
             PackedWeight(
                 values, scales, zeros, self._order, self._packed.group_size, self._dtype,
-                codebook=self._packed.table,
+                codebook=self._packed.codebook, first_zero=self._packed.first_zero,
             )
         )  # fmt: skip
 

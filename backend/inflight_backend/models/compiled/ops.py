@@ -51,6 +51,8 @@ from inflight_kernels.cpu.routed.experts import choose_experts
 def _make_head(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """Of a vocabulary of any size."""
     is_whole = linear.takes(weight) or not linear.takes(linear.padded(weight))
+    if is_whole and weight.dtype == torch.float16 and not linear.takes(weight):
+        return Linear(weight.float())  # models here have float32 beside it
     return _make_linear(weight) if is_whole else CompiledHead(weight)
 
 

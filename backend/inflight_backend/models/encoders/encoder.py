@@ -28,12 +28,19 @@ _MAX_SCORES = 2**24
 class Encoder:
     """Weights of an encoder and the way through them."""
 
-    def __init__(self, config: ModelConfig, parameters: dict[str, Parameter], ops: Ops) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: dict[str, Parameter],
+        ops: Ops,
+        dtype: torch.dtype,
+    ) -> None:
         """Takes those of ``parameters`` that are an encoder's out of the dict, and shares the
-        decoder's embedding."""
+        decoder's embedding. ``dtype``: of hidden states."""
         names = [name for name in parameters if name.startswith(ENCODER)]
         own = {name.removeprefix(ENCODER): parameters.pop(name) for name in names}
-        self._decoder = Decoder(config, own | {"embedding": parameters["embedding"]}, ops)
+        own["embedding"] = parameters["embedding"]
+        self._decoder = Decoder(config, own, ops, dtype=dtype)
         self._layers = [layer.attention for layer in config.layers]
 
     def __call__(self, texts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:

@@ -42,6 +42,7 @@ def decoder_parameters(config: ModelConfig) -> list[ParameterSpec]:
     embedding = single_parameter(
         "embedding", f"{prefix}{names.embedding}.weight", (config.vocab_size, size)
     )
+    embedding = replace(embedding, file_dtype=config.table_dtype)
     specs = [replace(embedding, table="both" if config.is_tied else "rows")]
     if config.position_offset is not None and not config.has_sinusoids:
         rows = config.max_position_embeddings + config.position_offset
@@ -78,7 +79,7 @@ def _head(config: ModelConfig) -> list[ParameterSpec]:
     names, rows, specs = config.names, config.vocab_size, []
     if not config.is_tied:
         head = single_parameter("head.weight", f"{names.head}.weight", (rows, config.hidden_size))
-        specs.append(replace(head, table="head"))
+        specs.append(replace(head, table="head", file_dtype=config.table_dtype))
     if config.has_head_bias and names.head_bias is not None:
         bias = Source(names.head_bias, (1, rows), flat, (rows,))
         specs.append(ParameterSpec("head.bias", (bias,)))

@@ -11,7 +11,7 @@ from inflight_backend.models.checkpoint_files import INDEX, TensorHeader, list_n
 from inflight_backend.models.config import ModelConfig, MoeConfig, WeightNames
 from inflight_backend.models.parameters.decoder import decoder_parameters, duplicate_names
 from inflight_backend.models.parameters.sources import WEIGHT, Source
-from inflight_backend.models.quantization.schemes import GGUF_SCHEMES
+from inflight_backend.models.quantization.schemes import GGUF_SCHEMES, HALVES
 from inflight_backend.models.quantization.stored import PASSED_OVER, Stored
 
 # What tools lay beside or instead of a weight that they quantise (GPTQ and AWQ, ModelOpt and
@@ -46,6 +46,7 @@ def fitted(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelCon
     """``config`` with the names that the checkpoint has: of a decoder inside a multimodal model, of
     one that was saved without its head, and of experts that are stacked in one tensor."""
     config = replace(config, names=_with_found_place(config.names, headers))
+    config = replace(config, table_dtype=_table_dtype(config, headers))
     if config.is_tied is None:
         config = replace(config, is_tied=f"{config.names.head}.weight" not in headers)
     if config.encoder is not None:
@@ -75,9 +76,19 @@ def fitted(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelCon
     return replace(config, names=names)
 
 
+def _table_dtype(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str:
+    """Of embedding and head, where it is one of 16 bits."""
+    names = config.names
+    tables = (f"{names.prefix}{names.embedding}.weight", f"{names.head}.weight")
+    found = {headers[name].dtype for name in tables if name in headers}
+    return HALVES.get(found.pop(), "") if len(found) == 1 else ""
+
+
 def assumed(config: ModelConfig) -> ModelConfig:
     """``config`` as it will be for a checkpoint whose headers are not here: with the linears
     quantised that ``quantization_config`` says are, by the names that a family's tensors have."""
+    if config.dtype in HALVES.values():
+        config = replace(config, table_dtype=config.dtype)
     if config.quantization is None:
         return config
     linears = [
@@ -86,7 +97,7 @@ def assumed(config: ModelConfig) -> ModelConfig:
         if (spec.is_linear or spec.num_experts) and spec.name.endswith(WEIGHT)
         for source in spec.sources
     ]
-    return replace(config, quantization=config.quantization.assumed(linears))
+    return replace(config, quantization=config.quantization.assumed(linears, config.dtype))
 
 
 def _with_fitted_encoder(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelConfig:

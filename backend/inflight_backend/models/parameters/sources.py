@@ -133,7 +133,7 @@ class ParameterSpec:
     ``is_wide``: kept in float32 whatever the model's dtype is. ``num_experts``: the rows are
     those of linears of so many experts, one after the other. ``is_gate``: of a linear that weighs
     experts. ``table``: what its rows, one for each token, are there for: they are looked up, are
-    the head's, or both.
+    the head's, or both. ``file_dtype``: in which the files have it, where that may be kept.
     """
 
     name: str
@@ -143,6 +143,7 @@ class ParameterSpec:
     num_experts: int = 0
     is_gate: bool = False
     table: Literal["", "rows", "head", "both"] = ""
+    file_dtype: str = ""
 
     @property
     def shape(self) -> Shape:
@@ -163,6 +164,14 @@ class ParameterSpec:
         return self._may_be_packed(backend) and any(
             each is not None and each.stays_packed(backend) for each in schemes
         )
+
+    def kept_dtype(self, dtype: str, backend: str) -> str:
+        """That of an unquantised one in a model of ``dtype``. Compiled products widen 16 bits in
+        registers, so that float32 takes no more memory than what the files have."""
+        if self.is_wide:
+            return "float32"
+        may_keep = self.file_dtype and dtype == "float32" and backend == "compiled"
+        return self.file_dtype if may_keep and self.shape[-1] % 2 == 0 else dtype
 
     def scheme_at_load(self, quantization: str, backend: str) -> Scheme | None:
         """How an unquantised one is rounded while it is loaded; None: it stays as it is."""

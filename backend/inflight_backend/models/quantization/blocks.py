@@ -37,13 +37,14 @@ def unpack_blocks(scheme: Scheme, rows: Tensor, dtype: torch.dtype) -> PackedWei
     found = _UNPACK[scheme.layout](rows.view(len(rows), -1, size))
     values, scales, zero, offsets, codebook = found
     values, scales = values.reshape(len(rows), -1), scales.reshape(len(rows), -1)
+    for each in (scales, offsets):
+        if each is not None and not bool(each.isfinite().all()):
+            raise ValueError(f"its blocks ({scheme.layout}) have scales that are not finite")
     zeros = None
     if offsets is not None:
         values, scales, zeros = _with_zeros(values, scales, offsets.reshape(len(rows), -1))
-    elif scheme.has_zeros:
-        zeros = torch.full_like(scales, zero)
-    elif scheme.bits == 8:
-        values = values.to(torch.int16) - zero
+    elif codebook is None:  # of 4 bits 8 is 0
+        values = values.to(torch.int16) - zero + (8 if scheme.bits == 4 else 0)
     if scheme.bits == 4:
         values = reference.pack_nibbles(values.to(torch.uint8))
     assert scheme.group_size is not None

@@ -42,13 +42,15 @@ class Int4Linear:
     __slots__ = ("_bias", "_group_size", "_order", "_packed", "_pairs")
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
-        assert weight.zeros is not None
         self._bias, self._order = bias, weight.order
         self._group_size = _int4_group(weight)
         numbers = reference.unpack_nibbles(weight.values).to(torch.int32)
         self._packed = _pack_int4(numbers)
         # The product is of (number - 8) * scale + shift.
-        shifts = (8 - weight.zeros) * weight.scales
+        zeros = weight.wide_zeros
+        shifts = (
+            8 - (torch.full_like(weight.scales, 8) if zeros is None else zeros)
+        ) * weight.scales
         pairs = torch.stack((weight.scales.t(), shifts.t()), dim=-1)
         repeats = weight.group_size // self._group_size
         self._pairs = pairs.repeat_interleave(repeats, dim=0).contiguous()
@@ -249,9 +251,9 @@ class BagLinear:
         is_nibble = weight.values.dtype == torch.uint8
         values = reference.unpack_nibbles(weight.values) if is_nibble else weight.values
         self._num_columns = values.shape[1]
-        zeros = weight.zeros
+        zeros = weight.wide_zeros
         if is_nibble and zeros is not None:  # as `_bag_rows` has the numbers
-            zeros = zeros - 8 if bool((zeros != 8).any()) else None
+            zeros = zeros - 8
         self._rows = _bag_rows(values, is_nibble=is_nibble)
         self._sum_bags = _BAG_SUMS[is_nibble]
         self._scales = weight.scales.t().contiguous()  # [groups, rows]

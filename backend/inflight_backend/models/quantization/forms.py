@@ -8,6 +8,9 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from inflight_kernels import reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +19,11 @@ class PackedWeight:
 
     ``values``: float8_e4m3fn or int8 [rows, columns], or uint8 [rows, columns / 2], two numbers of
     4 bits a byte, that of the lower column in the low bits. ``scales`` [rows, groups]: of
-    ``group_size`` neighbouring columns each, float32 beside float8, else of ``dtype``; ``zeros``:
-    the same for the number that stands for 0. ``order`` [columns] int32: the columns of the weight
+    ``group_size`` neighbouring columns each, float32 beside float8, else of ``dtype`` (of 4 bits in
+    float32 also float16 or bfloat16); ``zeros``:
+    the same for the number that stands for 0 (None: 8 of 4 bits, else 0), or uint8 [rows, groups /
+    2] of whole ones of 4 bits, packed as values, to which ``first_zero`` is added.
+    ``order`` [columns] int32: the columns of the weight
     in the order in which ``values`` has them. ``dtype``: in which the linear answers.
     ``codebook`` [16] float32: the numbers of 4 bits are its indices (FP4, NF4), and there are no
     zeros.
@@ -31,6 +37,7 @@ class PackedWeight:
     dtype: torch.dtype
     quantizes_input: bool = False
     codebook: Tensor | None = None
+    first_zero: int = 0
 
     @property
     def rows(self) -> int:
@@ -45,9 +52,17 @@ class PackedWeight:
     @property
     def form(self) -> object:
         """Weights of one input and one form may be joined."""
-        has_zeros = self.zeros is not None
+        zeros = None if self.zeros is None else (self.zeros.dtype, self.first_zero)
         kind = self.values.dtype, self.group_size, self.scales.shape[1], self.scales.dtype
-        return *kind, has_zeros, self.quantizes_input
+        return *kind, zeros, self.quantizes_input
+
+    @property
+    def wide_zeros(self) -> Tensor | None:
+        """``zeros`` [rows, groups] of the type of the scales."""
+        if self.zeros is None or self.zeros.dtype != torch.uint8:
+            return self.zeros
+        numbers = reference.unpack_nibbles(self.zeros)[:, : self.scales.shape[1]]
+        return (numbers + self.first_zero).to(self.scales.dtype)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -97,7 +112,11 @@ class PackedWeight:
         scales, zeros = self.scales, self.zeros
         if num_groups > 1:
             scales = _columns(scales, ranges, size)
-            zeros = None if zeros is None else _columns(zeros, ranges, size)
+            if zeros is not None and zeros.dtype == torch.uint8:
+                numbers = reference.unpack_nibbles(zeros)
+                zeros = pack_zeros(_columns(numbers, ranges, size))
+            elif zeros is not None:
+                zeros = _columns(zeros, ranges, size)
         group_size = self.group_size if num_groups > 1 else values.shape[1] * per_byte
         return replace(
             self,
@@ -106,6 +125,12 @@ class PackedWeight:
             zeros=zeros,
             group_size=group_size,
         )
+
+
+def pack_zeros(numbers: Tensor) -> Tensor:
+    """[rows, groups] from 0 to 15, as `PackedWeight.zeros` has them in bytes."""
+    even = functional.pad(numbers.to(torch.uint8), (0, numbers.shape[1] % 2))
+    return reference.pack_nibbles(even)
 
 
 def _columns(tensor: Tensor, ranges: Sequence[tuple[int, int]], size: int) -> Tensor:

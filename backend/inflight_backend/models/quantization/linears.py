@@ -94,7 +94,7 @@ def _make_linear(
 def dequantize(weight: PackedWeight) -> Tensor:
     """The weight [rows, columns] in its dtype, rounded once."""
     wide = reference.dequantize(
-        weight.values, weight.scales, weight.zeros, weight.group_size, weight.codebook
+        weight.values, weight.scales, weight.wide_zeros, weight.group_size, weight.codebook
     )
     if weight.order is not None:
         wide = torch.empty_like(wide).index_copy_(1, weight.order.long(), wide)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight_backend.models.quantization.forms import PackedWeight
+from inflight_backend.models.quantization.forms import PackedWeight, pack_zeros
 from inflight_backend.models.quantization.schemes import Scheme
 from inflight_kernels import reference
 
@@ -23,7 +23,7 @@ def round_weight(scheme: Scheme, weight: Tensor, dtype: torch.dtype) -> PackedWe
     return PackedWeight(
         torch.cat(values),
         torch.cat(scales),
-        torch.cat(zeros) if scheme.has_zeros else None,
+        pack_zeros(torch.cat(zeros)) if scheme.has_zeros else None,
         None,
         scheme.group_size or weight.shape[1],
         dtype,

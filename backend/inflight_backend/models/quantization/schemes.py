@@ -30,7 +30,8 @@ class Scheme:
     ``zero_offset`` is added to the numbers for zero in the file. ``quantizes_input``: what the
     linear reads becomes numbers of the weight's type, with a scale per token (with groups: and
     group); FP8 only where a device multiplies it. ``scales``: the end of the name of the tensor
-    that holds them.
+    that holds them. ``scale_dtype``: of these in the files, of integers of 4 bits, if that is
+    float16 or bfloat16: compiled products (`kept_scales`) widen them in registers.
     """
 
     layout: str
@@ -42,6 +43,7 @@ class Scheme:
     zero_offset: int = 0
     quantizes_input: bool = False
     scales: str = "weight_scale"
+    scale_dtype: str = ""
 
     @property
     def is_float(self) -> bool:
@@ -60,9 +62,8 @@ class Scheme:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether memory holds a number for zero for each scale. Of 4-bit integers always: the
-        product on a CPU (`linears`) takes scales and zeros in pairs."""
-        return not self.has_codebook and (self.bits == 4 or not self.is_symmetric)
+        """Whether memory holds a number for zero for each scale."""
+        return not self.has_codebook and not self.is_symmetric
 
     def group_columns(self, columns: int) -> int:
         """Neighbours of a row with one scale. The groups of bitsandbytes are of the rows one after
@@ -77,14 +78,26 @@ class Scheme:
 
     def num_bytes(self, rows: int, columns: int, dtype_bytes: int, backend: str) -> int:
         """Bytes that a weight takes in memory, without the order of its columns: as
-        `forms.PackedWeight`, but kernels (``backend`` triton) pad its columns, and need no zeros
-        that are the middle number. ``dtype_bytes``: of a number of the model."""
-        has_kernels = backend == "triton"
-        is_middle = self.is_symmetric and self.layout != "Q3_K"  # whose numbers end at 7
-        scale_bytes = 4 if self.is_float else dtype_bytes
-        per_group = scale_bytes * (2 if self.has_zeros and not (has_kernels and is_middle) else 1)
-        padding = -columns % _KERNEL_COLUMNS if has_kernels else 0
-        return rows * ((columns + padding) * self.bits // 8 + self.num_groups(columns) * per_group)
+        `forms.PackedWeight`, but kernels (``backend`` triton) pad its columns, and there and in
+        torch zeros are as wide as scales. ``dtype_bytes``: of a number of the model."""
+        padding = -columns % _KERNEL_COLUMNS if backend == "triton" else 0
+        groups, of_zeros = self.num_groups(columns), 0
+        if self.has_zeros or self._is_in_pairs(backend, dtype_bytes):
+            is_small = backend == "compiled" and self.bits == 4 and self.layout not in GGUF_SCHEMES
+            of_zeros = -(-groups // 2) if is_small else groups * dtype_bytes
+        of_scales = groups * (4 if self.is_float else dtype_bytes)
+        if self.kept_scales(backend):
+            of_scales = groups * 2
+        return rows * ((columns + padding) * self.bits // 8 + of_scales + of_zeros)
+
+    def kept_scales(self, backend: str) -> str:
+        """The type in which they stay in a model of float32; "": in that."""
+        return self.scale_dtype if backend == "compiled" else ""
+
+    def _is_in_pairs(self, backend: str, dtype_bytes: int) -> bool:
+        """Whether each scale has a number for zero beside it in any case: torch's product of 4 bits
+        in bfloat16 takes them so."""
+        return backend == "torch" and self.bits == 4 and not self.has_codebook and dtype_bytes == 2
 
 
 AT_LOAD = ("int8", "int4")
@@ -177,6 +190,8 @@ _MARKS: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """Tensors that only a quantised linear has, by the ends of their names and their types, and the
 layouts that have them."""
+HALVES = {"F16": "float16", "BF16": "bfloat16"}
+_SCALES = {"packed": "weight_scale", "awq": "scales", "gptq": "scales"}
 _STACKS = {"F8_E4M3": ("float8",), "U8": ("modelopt-nvfp4",)}
 """The same of stacked experts, which are a parameter beside its scales."""
 _STACK_SCALES = ("scale_inv", "weight_scale", "scale")
@@ -254,18 +269,26 @@ class Quantization:
                     scheme = replace(scheme, scales=_name_of_scales(headers, module, scheme.scales))
                 if scheme.layout == "bnb4":
                     scheme = replace(scheme, group_size=_block_size(headers, module))
+                if (of_scales := _SCALES.get(scheme.layout)) and scheme.bits == 4:
+                    stored = headers.get(f"{module}.{of_scales}")
+                    dtype = "" if stored is None else HALVES.get(stored.dtype, "")
+                    scheme = replace(scheme, scale_dtype=dtype)
                 modules[module] = scheme
         return replace(self, modules=modules)
 
-    def assumed(self, linears: Iterable[str]) -> Quantization:
-        """The same with the ``modules`` that a checkpoint without headers will have: of its
-        ``linears`` those that a rule is for and that are not left out by name."""
+    def assumed(self, linears: Iterable[str], dtype: str) -> Quantization:
+        """The same with the ``modules`` that a checkpoint of ``dtype`` without headers will have:
+        of its ``linears`` those that a rule is for and that are not left out by name."""
         modules = {}
         for module in linears:
             named = (rule.scheme for rule in self.rules if rule.names(module))
             others = (rule.scheme for rule in self.rules if "Linear" in rule.targets)
             scheme = next(named, None) or next(others, None)
             if scheme is not None and not any(_covers(each, module) for each in self.left_out):
+                if scheme.layout in _SCALES and scheme.bits == 4:
+                    is_own = scheme.layout == "packed"  # others write float16
+                    kept = dtype if dtype in HALVES.values() else ""
+                    scheme = replace(scheme, scale_dtype=kept if is_own else "float16")
                 modules[module] = scheme
         return replace(self, modules=modules)
 

@@ -4,6 +4,7 @@ types, for ``inflight plan`` without torch. What is in them is in `unpacking`.""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from inflight_backend.models.quantization.schemes import GGUF_SCHEMES, Scheme
 
@@ -26,11 +27,13 @@ schemes write of zeros."""
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor as a file may have it: the one of ``shapes`` that is usual comes first; any if there
-    are none."""
+    are none. ``scale``: what numbers of it must be, of tensors of scales. (Some tools give groups
+    of integers scales below 0.)"""
 
     shapes: tuple[_Shape, ...]
     dtypes: tuple[str, ...] = WIDE
     is_optional: bool = False
+    scale: Literal["", "finite", "0 or above", "above 0"] = ""
 
 
 def stored_tensors(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
@@ -44,7 +47,7 @@ def _float8(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
         scales = ((-(-rows // scheme.block_rows), scheme.num_groups(columns)),)
     return {
         "weight": Stored(((rows, columns),), ("F8_E4M3",)),
-        scheme.scales: Stored(scales, (*WIDE, *_EXPONENTS)),
+        scheme.scales: Stored(scales, (*WIDE, *_EXPONENTS), scale="0 or above"),
     }
 
 
@@ -55,7 +58,7 @@ def _int8(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
         scales = ((rows, 1), (1,), (), (1, 1), (rows,))
     stored = {
         "weight": Stored(((rows, columns),), ("I8",)),
-        "weight_scale": Stored(scales),
+        "weight_scale": Stored(scales, scale="0 or above"),
     }
     if not scheme.is_symmetric:
         stored["weight_zero_point"] = Stored(scales, ("I8",))
@@ -70,7 +73,7 @@ def _packed(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
         scales = ((rows, 1), (1,))
     stored = {
         "weight_packed": Stored(((rows, _words(columns, scheme.bits)),), ("I32",)),
-        "weight_scale": Stored(scales),
+        "weight_scale": Stored(scales, scale="finite"),
     }
     if not scheme.is_symmetric:
         zeros = (_words(rows, scheme.bits), groups)
@@ -83,7 +86,9 @@ def _packed(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
 def _mxfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
     return {
         "weight_packed": Stored(((rows, columns // 2),), ("U8",)),
-        "weight_scale": Stored(((rows, scheme.num_groups(columns)),), _EXPONENTS),
+        "weight_scale": Stored(
+            ((rows, scheme.num_groups(columns)),), _EXPONENTS, scale="0 or above"
+        ),
     }
 
 
@@ -93,7 +98,7 @@ def _mxfp4_blocks(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
     groups = scheme.num_groups(columns)
     return {
         "blocks": Stored(((rows, groups, scheme.group_size // 2),), ("U8",)),
-        "scales": Stored(((rows, groups),), _EXPONENTS),
+        "scales": Stored(((rows, groups),), _EXPONENTS, scale="0 or above"),
     }
 
 
@@ -101,8 +106,8 @@ def _nvfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
     """Scales of groups, which a scale of the whole weight divides."""
     return {
         "weight_packed": Stored(((rows, columns // 2),), ("U8",)),
-        "weight_scale": Stored(((rows, scheme.num_groups(columns)),), ("F8_E4M3",)),
-        "weight_global_scale": Stored(((1,), ()), ("F32",)),
+        "weight_scale": _scales_in_fp8(scheme, rows, columns),
+        "weight_global_scale": Stored(((1,), ()), ("F32",), scale="above 0"),
     }
 
 
@@ -110,9 +115,14 @@ def _modelopt_nvfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored
     """The same, multiplied by it."""
     return {
         "weight": Stored(((rows, columns // 2),), ("U8",)),
-        "weight_scale": Stored(((rows, scheme.num_groups(columns)),), ("F8_E4M3",)),
-        "weight_scale_2": Stored(((), (1,)), ("F32",)),
+        "weight_scale": _scales_in_fp8(scheme, rows, columns),
+        "weight_scale_2": Stored(((), (1,)), ("F32",), scale="0 or above"),
     }
+
+
+def _scales_in_fp8(scheme: Scheme, rows: int, columns: int) -> Stored:
+    shape = rows, scheme.num_groups(columns)
+    return Stored((shape,), ("F8_E4M3",), scale="0 or above")
 
 
 def _awq(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
@@ -121,7 +131,7 @@ def _awq(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
     return {
         "qweight": Stored(((columns, words),), ("I32",)),
         "qzeros": Stored(((groups, words),), ("I32",)),
-        "scales": Stored(((groups, rows),)),
+        "scales": Stored(((groups, rows),), scale="finite"),
     }
 
 
@@ -131,7 +141,7 @@ def _gptq(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
     return {
         "qweight": Stored(((_words(columns, scheme.bits), rows),), ("I32",)),
         "qzeros": Stored(((groups, _words(rows, scheme.bits)),), ("I32",)),
-        "scales": Stored(((groups, rows),)),
+        "scales": Stored(((groups, rows),), scale="finite"),
         "g_idx": Stored(((columns,),), ("I32", "I64"), is_optional=not scheme.has_order),
     }
 
@@ -147,9 +157,9 @@ def _bnb4(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
             tuple((count // 2 // size, 1) for size in (1, 2, 4)), ("U8", "I8", "BF16", "F16", "F32")
         ),
         "weight.absmax": Stored(((groups,),), ("F32", "U8")),
-        "weight.quant_map": Stored(((16,),)),
-        "weight.nested_absmax": Stored((), is_optional=True),
-        "weight.nested_quant_map": Stored(((256,),), is_optional=True),
+        "weight.quant_map": Stored(((16,),), scale="finite"),
+        "weight.nested_absmax": Stored((), is_optional=True, scale="finite"),
+        "weight.nested_quant_map": Stored(((256,),), is_optional=True, scale="finite"),
     }
     for kind in ("nf4", "fp4"):
         stored[f"{QUANT_STATE}{kind}"] = Stored((), ("U8",), is_optional=True)
@@ -162,7 +172,7 @@ QUANT_STATE = "weight.quant_state.bitsandbytes__"
 def _bnb8(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
     return {
         "weight": Stored(((rows, columns),), ("I8",)),
-        "SCB": Stored(((rows,),), ("F32",)),
+        "SCB": Stored(((rows,),), ("F32",), scale="0 or above"),
         "weight_format": Stored(((),), ("U8",), is_optional=True),
     }
 

@@ -4,6 +4,7 @@ what becomes of scales. Which tensors those are is in `stored`."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.quantization.blocks import unpack_blocks
-from inflight_backend.models.quantization.forms import E2M1, PackedWeight
+from inflight_backend.models.quantization.forms import E2M1, PackedWeight, pack_zeros
 from inflight_backend.models.quantization.schemes import GGUF_SCHEMES, Scheme
 from inflight_backend.models.quantization.stored import QUANT_STATE
 from inflight_kernels import reference
@@ -25,6 +26,19 @@ def unpack(
     if scheme.layout in GGUF_SCHEMES:
         return unpack_blocks(scheme, tensors["weight"], dtype)
     return _LAYOUTS[scheme.layout](scheme, tensors, shape, dtype)
+
+
+def check_scales(name: str, scales: Tensor, bound: str) -> None:
+    """``ValueError`` unless numbers of that tensor are what `Stored.scale` says."""
+    if not bound or not scales.numel():
+        return
+    lowest, highest = (float(each) for each in _powers(scales).float().aminmax())
+    is_finite = lowest > -math.inf and highest < math.inf  # not of NaN, which both then are
+    is_high = {"finite": True, "0 or above": lowest >= 0, "above 0": lowest > 0}[bound]
+    if not (is_finite and is_high):
+        found = lowest if not is_high or lowest == -math.inf else highest
+        also = "" if bound == "finite" else f" and {bound}"
+        raise ValueError(f"{name} has {found}; scales must be finite{also}")
 
 
 def _float8(
@@ -125,7 +139,9 @@ def _bnb4(
     values = tensors["weight"].contiguous().view(torch.uint8).reshape(rows, columns // 2)
     values = (values << 4) | (values >> 4)
     own = scheme.group_columns(columns)
-    scales = _absmax(tensors).repeat_interleave(size // own)[: rows * columns // own]
+    scales = _absmax(tensors)
+    check_scales("weight.absmax", scales, "finite")
+    scales = scales.repeat_interleave(size // own)[: rows * columns // own]
     scales = scales.view(rows, -1).to(dtype)
     codebook = tensors["weight.quant_map"].float()
     return PackedWeight(values, scales, None, None, own, dtype, codebook=codebook)
@@ -185,7 +201,7 @@ def _gptq(
         scheme,
         values,
         tensors["scales"].t(),
-        None if is_middle else zeros + scheme.zero_offset,
+        None if is_middle else zeros,
         tensors.get("g_idx"),
         dtype,
     )
@@ -200,8 +216,8 @@ def _integers(
     dtype: torch.dtype,
 ) -> PackedWeight:
     """values [rows, columns] and zeros [rows, groups] are integers from 0, of either 4 or 8 bits,
-    without zeros the middle one; ``groups`` [columns]: of each column, None if they follow one
-    another."""
+    those less ``zero_offset`` of the scheme, without zeros the middle one; ``groups`` [columns]: of
+    each column, None if they follow one another."""
     columns = values.shape[1]
     group_size = scheme.group_size or columns
     order = None if groups is None else _order(groups, group_size)
@@ -210,16 +226,23 @@ def _integers(
     scales = scales.to(dtype).contiguous()
     middle = 2 ** (scheme.bits - 1)
     if scheme.bits == 4:
-        if zeros is None:
-            zeros = torch.full_like(scales, middle)
         values = reference.pack_nibbles(values)
+        zeros = None if zeros is None else pack_zeros(zeros)
     else:
         values = (values.to(torch.int16) - middle).to(torch.int8).contiguous()
         if zeros is not None:
-            zeros = zeros.to(torch.int16) - middle
-    if zeros is not None:
-        zeros = zeros.to(dtype).contiguous()
-    return PackedWeight(values, scales, zeros, order, group_size, dtype, scheme.quantizes_input)
+            zeros = (zeros + scheme.zero_offset).to(torch.int16) - middle
+            zeros = zeros.to(dtype).contiguous()
+    return PackedWeight(
+        values,
+        scales,
+        zeros,
+        order,
+        group_size,
+        dtype,
+        scheme.quantizes_input,
+        first_zero=scheme.zero_offset,
+    )
 
 
 def _order(groups: Tensor, group_size: int) -> Tensor | None:
