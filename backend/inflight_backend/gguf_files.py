@@ -212,6 +212,8 @@ class _Parser:
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             raise CheckpointError(f"{name} has {num_dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]
+        if shape[:-1] == (1,):  # a gate of one row, which other files have as a vector
+            shape = shape[1:]
         number, offset = self._number("I"), self._number("Q")
         dtype = _TYPES.get(number, f"number {number}")
         if dtype not in BLOCKS:
