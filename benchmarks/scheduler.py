@@ -53,7 +53,7 @@ PROMPT_LEN, SHARED_LEN, MAX_NEW = 128, 64, 256
 COMPLETE = LlmRequestState.GENERATION_COMPLETE
 DESIGNS = ("incremental", "overlapped", "naive")
 SHORT_POOL = 0.3
-TARGET_US = {1024: 1000.0, 4096: 4000.0}
+TARGET_US = {1024: 1000.0, 4096: 1000.0}
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,19 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support.plain_triton import repository_server
 from support.router_process import RouterProcess
-from support.server_process import HOST, ServeProcess, free_ports, start_serve
+from support.server_process import (
+    HOST,
+    MODEL,
+    TRITONSERVER,
+    ServeProcess,
+    free_ports,
+    start_serve,
+)
 
 __all__ = [
     "HOST",
+    "MODEL",
+    "TRITONSERVER",
     "RouterProcess",
     "ServeProcess",
     "free_ports",

@@ -6,18 +6,25 @@ For each number of streams: tokens per second, time to the first token, gaps bet
 the front, as cores at 5,000 tokens per second. Rounds are interleaved. The client (`load.py`)
 shares the cores with the server.
 
-    python benchmarks/serving.py --streams 1 8 64 256 --tokens 256 --rounds 3
-    python benchmarks/serving.py --model smollm2-135m --streams 64 256 --tokens 32 --rounds 3
+Beside that the processor time per token of every process: on a machine that does other things, too,
+that of tritonserver, front and client tells what serving costs, and the speeds tell little. With
+``OMP_WAIT_POLICY=passive`` threads of the engine alone sleep while they wait, as they do on a
+server.
+
+    OMP_WAIT_POLICY=passive python benchmarks/serving.py --streams 1 8 64 256 --rounds 3
+    OMP_WAIT_POLICY=passive python benchmarks/serving.py --model smollm2-135m --streams 64 256 \
+        --tokens 32 --rounds 3
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +47,7 @@ from inflight_server.checkpoints import smollm2
 from inflight_server.serve.settings import DEMO_MODEL
 from load import run_completions, run_grpc_streams, run_streams
 from report import describe_run, write_result
-from servers import free_ports, start_serve
+from servers import MODEL, TRITONSERVER, free_ports, start_serve
 
 ROOT = Path(__file__).resolve().parents[1]
 POOL_TOKENS = 131_072
@@ -50,6 +57,9 @@ PROMPT_IDS = (1, 2, 3, 4)
 MODEL_NAME = "model"
 FRONT_RATE = 5000
 """Tokens per second for which the cores of the front are told."""
+
+Measured = tuple[Round, dict[str, float]]
+"""A round, and the seconds of processor time of each process that had to do with it."""
 
 
 class EngineAlone:
@@ -74,8 +84,9 @@ class EngineAlone:
             ),
         )
 
-    def run(self, num_streams: int, num_tokens: int) -> Round:
+    def run(self, num_streams: int, num_tokens: int) -> Measured:
         """All streams at once, to their end."""
+        before = time.process_time()
         ids = range(self._next_id, self._next_id + num_streams)
         self._next_id += num_streams
         self._traces = {i: Trace() for i in ids}
@@ -88,7 +99,8 @@ class EngineAlone:
         self._manager.wake()
         while self._num_running:
             time.sleep(0.001)
-        return Round(num_streams, self._last - self._started, list(self._traces.values()))
+        done = Round(num_streams, self._last - self._started, list(self._traces.values()))
+        return done, {"engine": time.process_time() - before}
 
     def close(self) -> None:
         """End the worker thread."""
@@ -122,20 +134,29 @@ class Served:
         options = [f"--openai-port={self._openai_port}", f"--served-model-name={MODEL_NAME}"]
         self._server = start_serve(scratch, model=model, settings=settings, options=options)
         self._server.wait_until_printed("inflight is ready")
-        processes = psutil.Process(self._server.process.pid).children()
-        [self._front] = [each for each in processes if "openai" in each.cmdline()]
+        children = psutil.Process(self._server.process.pid).children()
+        [front] = [each for each in children if "openai" in each.cmdline()]
+        self._processes = {
+            "model": psutil.Process(self._server.pid_of(MODEL)),
+            "tritonserver": psutil.Process(self._server.pid_of(TRITONSERVER)),
+            "front": front,
+            "client": psutil.Process(),
+        }
 
-    def run(self, num_streams: int, num_tokens: int) -> Round:
+    def run(self, num_streams: int, num_tokens: int) -> Measured:
         """All streams at once, each on its own connection."""
-        return asyncio.run(
-            run_streams(self._server.http_port, num_streams, self._values(num_tokens))
-        )
+        values = self._values(num_tokens)
+        return self._measure(run_streams(self._server.http_port, num_streams, values))
 
-    def run_grpc(self, num_streams: int, num_tokens: int) -> Round:
+    def run_grpc(self, num_streams: int, num_tokens: int) -> Measured:
         """The same over gRPC."""
-        return asyncio.run(
-            run_grpc_streams(self._server.grpc_port, num_streams, self._values(num_tokens))
-        )
+        values = self._values(num_tokens)
+        return self._measure(run_grpc_streams(self._server.grpc_port, num_streams, values))
+
+    def _measure(self, clients: Coroutine[Any, Any, Round]) -> Measured:
+        before = {name: _seconds(each) for name, each in self._processes.items()}
+        done = asyncio.run(clients)
+        return done, {name: _seconds(self._processes[name]) - before[name] for name in before}
 
     def _values(self, num_tokens: int) -> dict[str, Any]:
         return {
@@ -145,27 +166,46 @@ class Served:
             "streaming": True,
         }
 
-    def run_openai(self, num_streams: int, num_tokens: int) -> tuple[Round, float]:
-        """The same through OpenAI's API; with the seconds of processor time of the front."""
+    def run_openai(self, num_streams: int, num_tokens: int) -> Measured:
+        """The same through OpenAI's API."""
         values = {
             "model": MODEL_NAME,
             "prompt": self._prompt_ids,
             "max_tokens": num_tokens,
             "ignore_eos": True,
+            "temperature": 0,  # as the others, which name none: to draw takes the engine longer
         }
-        before = self._front.cpu_times()
-        done = asyncio.run(run_completions(self._openai_port, num_streams, values))
-        after = self._front.cpu_times()
-        return done, after.user + after.system - before.user - before.system
+        return self._measure(run_completions(self._openai_port, num_streams, values))
 
     def close(self) -> None:
         """Stop the server."""
         self._server.stop()
 
 
-def _median(rounds: Sequence[Round]) -> dict[str, float]:
-    figures = [r.figures() for r in rounds]
-    return {key: statistics.median(f[key] for f in figures) for key in figures[0]}
+def _seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _median(figures: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(each[key] for each in figures) for key in figures[0]}
+
+
+def _row(
+    num_streams: int, num_tokens: int, rounds: Sequence[dict[str, Measured]]
+) -> dict[str, Any]:
+    """Of ``rounds``, of each way; processor time in microseconds per token."""
+    row: dict[str, Any] = {"streams": num_streams, "processor_us": {}}
+    scale = 1e6 / (num_streams * num_tokens)
+    for way in rounds[0]:
+        row[way] = _median([each[way][0].figures() for each in rounds])
+        seconds = _median([each[way][1] for each in rounds])
+        row["processor_us"][way] = {name: scale * each for name, each in seconds.items()}
+    speed = row["engine"]["tokens_per_second"]
+    for way, prefix in (("served", ""), ("grpc", "grpc_"), ("openai", "openai_")):
+        row[f"{prefix}ratio"] = row[way]["tokens_per_second"] / speed
+    row["front_cores"] = FRONT_RATE * row["processor_us"]["openai"]["front"] / 1e6
+    return row
 
 
 def _table(rows: Sequence[dict[str, Any]], way: str, prefix: str, title: str) -> Table:
@@ -217,6 +257,18 @@ def _openai_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def _processor_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="Processor time, microseconds per token")
+    names = ("engine", "model", "tritonserver", "front", "client")
+    for column in ("streams", "way", *names, "all"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        for way, spent in row["processor_us"].items():
+            shown = [f"{spent[name]:.1f}" if name in spent else "" for name in names]
+            table.add_row(str(row["streams"]), way, *shown, f"{sum(spent.values()):.1f}")
+    return table
+
+
 def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -234,44 +286,33 @@ def main() -> None:
     try:
         for num_streams in args.streams:
             rounds = [
-                (
-                    alone.run(num_streams, args.tokens),
-                    served.run(num_streams, args.tokens),
-                    served.run_grpc(num_streams, args.tokens),
-                    served.run_openai(num_streams, args.tokens),
-                )
-                for _ in range(args.rounds + 1)
-            ][1:]  # the first round warms up
-            engine = _median([r[0] for r in rounds])
-            through = _median([r[1] for r in rounds])
-            over_grpc = _median([r[2] for r in rounds])
-            openai = _median([r[3][0] for r in rounds])
-            seconds = statistics.median(r[3][1] for r in rounds)
-            speed = engine["tokens_per_second"]
-            rows.append(
                 {
-                    "streams": num_streams,
-                    "engine": engine,
-                    "served": through,
-                    "ratio": through["tokens_per_second"] / speed,
-                    "grpc": over_grpc,
-                    "grpc_ratio": over_grpc["tokens_per_second"] / speed,
-                    "openai": openai,
-                    "openai_ratio": openai["tokens_per_second"] / speed,
-                    "front_cores": FRONT_RATE * seconds / (num_streams * args.tokens),
+                    "engine": alone.run(num_streams, args.tokens),
+                    "served": served.run(num_streams, args.tokens),
+                    "grpc": served.run_grpc(num_streams, args.tokens),
+                    "openai": served.run_openai(num_streams, args.tokens),
                 }
-            )
+                for _ in range(args.rounds + 1)
+            ]
+            rows.append(_row(num_streams, args.tokens, rounds[1:]))  # the first one warms up
     finally:
         served.close()
         scratch.cleanup()
         alone.close()
     result = describe_run("torch", "numpy", "nvidia-pytriton", "tritonclient")
-    result |= {"tokens_per_stream": args.tokens, "rounds": args.rounds, "rows": rows}
+    result |= {
+        "tokens_per_stream": args.tokens,
+        "rounds": args.rounds,
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "load_average": os.getloadavg()[0],
+        "rows": rows,
+    }
     start = f"{args.model or 'Demo model'}: engine alone, and served by Triton over"
     Console().print(
         _table(rows, "served", "", f"{start} HTTP"),
         _table(rows, "grpc", "grpc_", f"{start} gRPC"),
         _openai_table(rows),
+        _processor_table(rows),
     )
     name = "serving" if args.model is None else f"serving_{args.model.partition('-')[0]}"
     print("written to", write_result(name, result, args.output).name)

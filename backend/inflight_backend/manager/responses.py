@@ -14,7 +14,7 @@ import numpy as np
 
 from inflight_backend.manager.output_gatherer import OutputGatherer
 from inflight_backend.requests.inference_request import NamedTensor
-from inflight_backend.requests.tensors import INT32, finish_reason_tensor, length_tensor, row
+from inflight_backend.requests.tensors import INT32, finish_reason_tensor, number_tensor, row
 from inflight_scheduler import NO_OUTPUTS, BeamSearch, FinishReason, Hypothesis, LlmRequest
 
 
@@ -63,7 +63,7 @@ def make_unstarted_tensors(request: LlmRequest, arrival_ns: int) -> list[NamedTe
 
 @lru_cache(maxsize=64)
 def _named_length(length: int) -> NamedTensor:
-    return NamedTensor("sequence_length", length_tensor(length))
+    return NamedTensor("sequence_length", number_tensor(length))
 
 
 def _named_reason(reason: FinishReason) -> NamedTensor:

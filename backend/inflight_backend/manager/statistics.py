@@ -155,20 +155,28 @@ def _without_tokens(value: Any) -> Any:
 
 class RequestTimes:
     """Times and lengths of requests, counted for the histograms of `inflight_protocol`; the loop's
-    thread adds, another one takes."""
+    thread adds, another one takes.
+
+    Nearly all requests have a token in each step, so those of the last step are one set with one
+    time, and only who comes or goes is looked at.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._buckets: dict[str, Counter[int]] = {each.name: Counter() for each in HISTOGRAMS}
         self._sums: dict[str, float] = dict.fromkeys(self._buckets, 0.0)
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._token_at: dict[int, float] = {}  # the last token of requests in flight
+        self._running: set[int] = set()  # that had a token in the last step that drew some
+        self._stepped_at = 0.0  # when that was
+        self._num_steps = 0
+        self._runs_since: dict[int, int] = {}  # of those running: steps before their first in a row
+        self._token_at: dict[int, float] = {}  # the last token of others in flight
         self._arrived_at: dict[int, float] = {}
         self._waiting: set[int] = set()
         self._started_at: dict[int, float] = {}
         self._first_at: dict[int, float] = {}
         self._new: set[int] = set()  # without a token
-        self._num_counted: Counter[int] = Counter()  # tokens of requests in flight
+        self._num_counted: Counter[int] = Counter()  # tokens of requests in flight, before that
         self._observed: deque[tuple[bool, float, int]] = deque(maxlen=NUM_OBSERVATIONS)
         self._num_observed = 0
         self.parameters: deque[RequestParameters] = deque(maxlen=NUM_PARAMETERS)
@@ -189,24 +197,42 @@ class RequestTimes:
                     self._waiting.discard(setup.request_id)
                     self._observe(_QUEUE.name, now - self._arrived_at[setup.request_id])
                     self._started_at[setup.request_id] = now
-            known = self._arrived_at  # without those that have ended
-            numbers = [each.request_id for each in advanced if each.request_id in known]
-            # Most advanced in the same step before: their gaps are one.
-            for before, num in Counter(map(self._token_at.get, numbers)).items():
-                if before is not None:
-                    self._observe(_GAP.name, now - before, num)
-            for number in self._new.intersection(numbers) if self._new else ():
+            if advanced:
+                self._count_tokens({each.request_id for each in advanced}, now)
+            self._counts[PREEMPTIONS.name, ""] += paused
+
+    def _count_tokens(self, numbers: set[int], now: float) -> None:
+        """Each of these requests has one, as far as it has not ended; drafts that count, too, are
+        added at the end."""
+        for number in self._running - numbers:
+            self._stop_running(number)
+        if num_same := len(self._running):
+            self._observe(_GAP.name, now - self._stepped_at, num_same)
+        for number in numbers - self._running:
+            if number not in self._arrived_at:
+                continue
+            if number in self._new:
                 self._new.discard(number)
                 self._observe(_FIRST.name, now - self._arrived_at[number])
                 self._first_at[number] = now
-            self._token_at.update(dict.fromkeys(numbers, now))
-            self._num_counted.update(numbers)  # drafts that count, too, are added at the end
-            self._counts[GENERATION_TOKENS.name, ""] += len(numbers)
-            self._counts[PREEMPTIONS.name, ""] += paused
+            else:
+                self._observe(_GAP.name, now - self._token_at.pop(number))
+            self._running.add(number)
+            self._runs_since[number] = self._num_steps
+        self._stepped_at = now
+        self._num_steps += 1
+        self._counts[GENERATION_TOKENS.name, ""] += len(self._running)
+
+    def _stop_running(self, number: int) -> None:
+        self._running.remove(number)
+        self._token_at[number] = self._stepped_at
+        self._num_counted[number] += self._num_steps - self._runs_since.pop(number)
 
     def ended(self, request: LlmRequest, error: str) -> None:
         """A request leaves; one with an error is forgotten."""
         number, reason = request.request_id, request.finish_reason
+        if number in self._running:
+            self._stop_running(number)
         arrived = self._arrived_at.pop(number, None)
         last_at = self._token_at.pop(number, None)
         started_at = self._started_at.pop(number, None)

@@ -37,17 +37,32 @@ def row(values: Sequence[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return tensor
 
 
+_constants: dict[int, npt.NDArray[Any]] = {}  # by id, and kept, so that none has it after them
+
+
+def _constant(value: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    tensor = scalar(value, dtype)
+    tensor.flags.writeable = False
+    _constants[id(tensor)] = tensor
+    return tensor
+
+
+def is_constant(tensor: npt.NDArray[Any]) -> bool:
+    """True for the few read-only tensors of this module that are made once: what is made of one of
+    them can be kept, by its id."""
+    return id(tensor) in _constants
+
+
 @lru_cache
 def finish_reason_tensor(reason: FinishReason) -> npt.NDArray[np.object_]:
     """[[reason]] in lower case; read-only."""
-    tensor = scalar(reason.name.lower().encode(), OBJECT)
-    tensor.flags.writeable = False
-    return tensor
+    return _constant(reason.name.lower().encode(), OBJECT)
 
 
-@lru_cache(maxsize=64)
-def length_tensor(length: int) -> npt.NDArray[np.int32]:
-    """[[length]], made once: a stream sends the same one with every token."""
-    tensor = scalar(length, INT32)
-    tensor.flags.writeable = False
-    return tensor
+_SMALL = [_constant(number, INT32) for number in range(64)]
+
+
+def number_tensor(number: int) -> npt.NDArray[np.int32]:
+    """[[number]], of 0 or more. A stream sends the same length and place with every token: small
+    ones are made once."""
+    return _SMALL[number] if number < len(_SMALL) else scalar(number, INT32)

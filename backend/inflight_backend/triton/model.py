@@ -292,6 +292,7 @@ class TritonPythonModel:
         self._periodic_tasks.close()
         self._manager.shutdown()
         self._dispatcher.close()
+        self._factory.forget()
         self._relays.close()
         self._update_metrics()  # requests that just ended count too: the page survives a reload
         self._metrics.close()
@@ -359,8 +360,9 @@ class TritonPythonModel:
             adapters=self._manager.adapters,
         )
         is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", True)
+        self._factory = ResponseFactory(pb_utils, is_decoupled)
         self._frontend = Frontend(
-            ResponseFactory(pb_utils, is_decoupled),
+            self._factory,
             self._queue,
             self._dispatcher,
             self._feeds,

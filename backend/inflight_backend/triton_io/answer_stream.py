@@ -15,7 +15,7 @@ from inflight_backend.requests.tensors import (
     INT32,
     OBJECT,
     finish_reason_tensor,
-    length_tensor,
+    number_tensor,
     row,
     scalar,
 )
@@ -228,7 +228,7 @@ class AnswerStream(ABC):
 
         ``is_asked``: say so in every response.
         """
-        self.constants = {**self.constants, name: scalar(index, INT32)}
+        self.constants = {**self.constants, name: number_tensor(index)}
         if is_asked:
             self.outputs |= {name}
 
@@ -335,7 +335,7 @@ class TokenStream(AnswerStream):
         if "output_ids" in self.outputs:
             tensors["output_ids"] = row(ids, INT32)
         if "sequence_length" in self.outputs:
-            tensors["sequence_length"] = length_tensor(len(ids))
+            tensors["sequence_length"] = number_tensor(len(ids))
         if "text_output" in self.outputs:
             tensors["text_output"] = scalar(text.encode(), OBJECT)[0]
         if "finish_reason" in outputs:

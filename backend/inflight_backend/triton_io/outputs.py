@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 import inflight_protocol as protocol
 from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.requests.tensors import number_tensor
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_io.answer_stream import (
@@ -33,7 +32,7 @@ _BY_NAME_ONLY = frozenset({"finish_reason", "batch_index", "sequence_index"})
 _ALWAYS = frozenset({"batch_index"})
 _BY_INPUT = _OUTPUTS - _TOKEN_OUTPUTS - _TEXT_OUTPUTS - _BY_NAME_ONLY
 _ENSEMBLE_OUTPUTS = frozenset(protocol.ENSEMBLE_OUTPUT_MAP.values())
-_FIRST = {name: np.zeros((1, 1), np.int32) for name in ("batch_index", "sequence_index")}
+_FIRST = {name: number_tensor(0) for name in ("batch_index", "sequence_index")}
 
 
 def names_none(requested: frozenset[str]) -> bool:

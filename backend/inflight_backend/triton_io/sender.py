@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from inflight_backend.log import get_logger
 from inflight_backend.requests.inference_request import Array
+from inflight_backend.requests.tensors import is_constant
 
 _logger = get_logger(__name__)
 
@@ -33,11 +34,16 @@ class ResponseFactory:
 
     ``is_decoupled`` False: Triton passes on one response only, which must be the last one.
     ``tells_codes``: errors have the form ``[CODE] message``.
+
+    To make a tensor of Triton's takes longer than all the rest of a response. Those of constants
+    are made once: the memory that they share with the server is kept as long as they are. So one
+    thread at a time may call `tensors` with constants, and `forget` must come before Triton ends.
     """
 
     pb_utils: Any
     is_decoupled: bool = True
     tells_codes: bool = False
+    made: dict[tuple[str, int], Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def final_flag(self) -> int:
@@ -47,8 +53,20 @@ class ResponseFactory:
     def tensors(self, tensors: dict[str, Array]) -> Any:
         """A response that carries ``tensors``."""
         return self.pb_utils.InferenceResponse(
-            output_tensors=[self.pb_utils.Tensor(name, value) for name, value in tensors.items()]
+            output_tensors=[self._tensor(name, value) for name, value in tensors.items()]
         )
+
+    def _tensor(self, name: str, value: Array) -> Any:
+        tensor = self.made.get((name, id(value)))
+        if tensor is None:
+            tensor = self.pb_utils.Tensor(name, value)
+            if is_constant(value):
+                self.made[name, id(value)] = tensor
+        return tensor
+
+    def forget(self) -> None:
+        """Give up the tensors that are kept; nothing is sent any more."""
+        self.made.clear()
 
     def error(self, message: str, code: str = "INTERNAL") -> Any:
         """A response that carries an error; ``code`` names a constant of ``TritonError``."""

@@ -114,6 +114,50 @@ def load_bfloat16(builder, address):
     return builder.bitcast(builder.shl(bits, constant(16)), FLOATS)
 
 
+def load_words(builder, address, count):
+    """A vector of 32 bits, of which ``count`` lie there; zeros for the others, which are not read.
+    float32 numbers, or what stands for pairs of bfloat16."""
+    pointer, flags = FLOATS.as_pointer(), ir.VectorType(ir.IntType(1), WIDTH)
+    name = f"llvm.masked.load.v{WIDTH}f32.p0"
+    kind = ir.FunctionType(FLOATS, [pointer, I32, flags, FLOATS])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    lanes = ir.Constant(INTS, list(range(WIDTH)))
+    limit = builder.bitcast(splat(builder, builder.bitcast(builder.trunc(count, I32), F32)), INTS)
+    mask = builder.icmp_signed("<", lanes, limit)
+    nothing = ir.Constant(FLOATS, [0.0] * WIDTH)
+    return builder.call(
+        function, [pointer_to(builder, address, FLOATS), ir.Constant(I32, 4), mask, nothing]
+    )
+
+
+def halves(builder, words):
+    """The lower bfloat16 of each pair as float32, and the upper one."""
+    bits = builder.bitcast(words, INTS)
+    low, high = builder.shl(bits, constant(16)), builder.and_(bits, constant(-65536))
+    return [builder.bitcast(each, FLOATS) for each in (low, high)]
+
+
+def sum_lanes(builder, vectors):
+    """The sums of the lanes of up to `WIDTH` vectors, side by side in one."""
+    nothing = ir.Constant(FLOATS, [0.0] * WIDTH)
+    # Each vector has sums of some numbers, a group of lanes for each: groups of half the lanes
+    # come from adding halves, and then those of two vectors fit in one.
+    width = WIDTH
+    while width > 1:
+        half, firsts = width // 2, range(0, 2 * WIDTH, width)
+        lower = [lane for first in firsts for lane in range(first, first + half)]
+        masks = [ir.Constant(INTS, [lane + shift for lane in lower]) for shift in (0, half)]
+        vectors = [
+            builder.fadd(*(builder.shuffle_vector(*pair, mask) for mask in masks))
+            for pair in zip(
+                vectors[::2], [*vectors[1::2], *[nothing] * (len(vectors) % 2)], strict=True
+            )
+        ]
+        width = half
+    (found,) = vectors
+    return found
+
+
 def splat(builder, scalar):
     """A vector of one float32."""
     undefined = ir.Constant(FLOATS, ir.Undefined)
@@ -158,6 +202,17 @@ def prefetch(builder, addresses, offset):
         builder.call(function, [builder.inttoptr(place, pointer), *numbers])
 
 
+@intrinsic
+def prefetch_at(_, address):
+    """The same of the line at an address."""
+
+    def generate(context, builder, signature, arguments):
+        prefetch(builder, arguments, 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 def multiply_add(builder, x, weight, total):
     """total + x * weight, rounded once."""
     name, kind = "llvm.fma.v16f32", ir.FunctionType(FLOATS, [FLOATS] * 3)
@@ -173,11 +228,7 @@ def multiply_add_pairs(builder, x, weight, total):
         kind = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
         function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
         return builder.call(function, [total, x, weight])
-    for convert in (
-        lambda pair: builder.shl(pair, constant(16)),
-        lambda pair: builder.and_(pair, constant(-65536)),
-    ):
-        wide_x, wide_weight = (builder.bitcast(convert(each), FLOATS) for each in (x, weight))
+    for wide_x, wide_weight in zip(halves(builder, x), halves(builder, weight), strict=True):
         total = multiply_add(builder, wide_x, wide_weight, total)
     return total
 

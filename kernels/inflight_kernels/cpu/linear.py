@@ -52,6 +52,9 @@ _ROWS_AT_A_TIME = 64
 _HIGH, _LOW = (8, 4) if HAS_WIDE_REGISTERS else (4, 2)
 _PANELS, _PANELS_OF_ONE_ROW = (3, 6) if HAS_WIDE_REGISTERS else (1, 3)
 _PREFETCH_BYTES = 1024
+_PIECES_AHEAD = 2
+"""Whose weight is read meanwhile: a thread takes it next if there are two; if there are more, it
+comes into the cache that they share."""
 _FEW_PRODUCTS = 1 << 17
 """Of numbers: one thread is done with them before others have begun."""
 
@@ -153,13 +156,16 @@ def _make_tile(num_rows: int, num_panels: int):
     grid = [(row, panel) for row in range(num_rows) for panel in range(num_panels)]
 
     @intrinsic
-    def tile(_, like, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out):
+    def tile(_, like, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out, ahead):
         """Addresses and bytes; a step is 4 bytes of x. Numbers are ``like`` it: uint16 stands for
-        bfloat16. ``bias`` None: the product is added to what ``out`` has."""
+        bfloat16. ``bias`` None: the product is added to what ``out`` has. ``ahead``: how far behind
+        the weight is what is read into the caches."""
         is_bfloat16, has_bias = like == types.uint16, bias == types.int64
 
         def generate(context, builder, signature, arguments):
-            _, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out = arguments
+            _, x, stride_x, weight, stride_panel, num_steps, bias, out, stride_out, ahead = (
+                arguments
+            )
 
             def at(address, stride, index, offset=0):
                 far = builder.mul(stride, ir.Constant(I64, index))
@@ -192,7 +198,7 @@ def _make_tile(num_rows: int, num_panels: int):
             weight_offset = builder.mul(step, ir.Constant(I64, 64))
             places = [builder.add(panel, weight_offset) for panel in panels]
             weights = [builder.load(pointer_to(builder, each, FLOATS), align=64) for each in places]
-            prefetch(builder, places, _PREFETCH_BYTES)
+            prefetch(builder, [builder.add(each, ahead) for each in places], 0)
             x_offset = builder.mul(step, ir.Constant(I64, 4))
             added = {}
             for row in range(num_rows):
@@ -215,7 +221,7 @@ def _make_tile(num_rows: int, num_panels: int):
                 builder.store(stored, pointer_to(builder, places_out[each], kind), align=4)
             return context.get_dummy_value()
 
-        return types.void(like, *[types.int64] * 5, bias, *[types.int64] * 2), generate
+        return types.void(like, *[types.int64] * 5, bias, *[types.int64] * 3), generate
 
     return tile
 
@@ -230,23 +236,25 @@ _tile_of_one_row = _make_tile(1, _PANELS_OF_ONE_ROW)
 @njit(**FAST)
 def _multiply_wide(like, x, stride_x, weight, stride_panel, steps, bias, out, stride_out, count):
     """``count`` rows of x times `_PANELS` panels: by `_HIGH`, `_LOW` and one."""
-    row = 0
+    row, ahead = 0, _PREFETCH_BYTES
     while row + _HIGH <= count:
         _tile_high_wide(
             like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
-            out + row * stride_out, stride_out,
+            out + row * stride_out, stride_out, ahead,
         )  # fmt: skip
         row += _HIGH
+        # The weight is in the caches now: others of it are read while there is much to multiply.
+        ahead = _PIECES_AHEAD * _PANELS * stride_panel
     if row + _LOW <= count:
         _tile_low_wide(
             like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
-            out + row * stride_out, stride_out,
+            out + row * stride_out, stride_out, ahead,
         )  # fmt: skip
         row += _LOW
     while row < count:
         _tile_1_wide(
             like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
-            out + row * stride_out, stride_out,
+            out + row * stride_out, stride_out, ahead,
         )  # fmt: skip
         row += 1
 
@@ -258,13 +266,13 @@ def _multiply_panel(like, x, stride_x, weight, stride_panel, steps, bias, out, s
     while row + _HIGH <= count:
         _tile_high(
             like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
-            out + row * stride_out, stride_out,
+            out + row * stride_out, stride_out, _PREFETCH_BYTES,
         )  # fmt: skip
         row += _HIGH
     while row < count:
         _tile_1(
             like, x + row * stride_x, stride_x, weight, stride_panel, steps, bias,
-            out + row * stride_out, stride_out,
+            out + row * stride_out, stride_out, _PREFETCH_BYTES,
         )  # fmt: skip
         row += 1
 
@@ -291,7 +299,16 @@ def multiply_panels(
         own_bias = part_of_bias(bias, first)
         if count == 1 and end - first == _PANELS_OF_ONE_ROW:
             _tile_of_one_row(
-                like, x, stride_x, panel, stride_panel, steps, own_bias, place, stride_out
+                like,
+                x,
+                stride_x,
+                panel,
+                stride_panel,
+                steps,
+                own_bias,
+                place,
+                stride_out,
+                _PREFETCH_BYTES,
             )
             first = end
         elif first + _PANELS <= end:

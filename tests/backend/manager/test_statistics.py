@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
 from dataclasses import replace
 from datetime import datetime
@@ -184,3 +185,39 @@ def test_times_of_requests_become_histograms(monkeypatch: pytest.MonkeyPatch) ->
     assert found["vllm:num_preemptions_total"] == {"": 1}
     assert found["vllm:request_prompt_tokens_count"] == {"": 1}
     assert times.take() == {}
+
+
+def test_gaps_and_tokens_count_however_requests_come_pause_and_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Against a clock for each request. Some steps bring a request two tokens, as drafts do."""
+    now, dice, times = 0.0, random.Random(5), RequestTimes()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    active: dict[int, LlmRequest] = {}
+    last: dict[int, float] = {}
+    gaps: list[float] = []
+    num_tokens = 0
+    for step in range(200):
+        now += 0.125
+        if step < 150:
+            active[step] = LlmRequest(step, [1], 1000)
+            times.arrived(step, 0)
+        share = dice.choice((1.0, 1.0, 0.5, 0.0))
+        advanced = [each for each in active.values() if dice.random() < share]
+        for each in advanced:
+            gaps += [now - last[each.request_id]] if each.request_id in last else []
+            last[each.request_id] = now
+            for _ in range(dice.choice((1, 1, 2))):
+                each.add_new_token(5)
+                num_tokens += 1
+        times.stepped(ScheduledBatch(step), advanced, 0)
+        for each in list(active.values()):
+            if each.num_generated_tokens and (step == 199 or dice.random() < 0.1):
+                del active[each.request_id]
+                each.finish(FinishReason.LENGTH)
+                times.ended(each, "")
+    assert not active
+    found = times.take()
+    assert found["vllm:generation_tokens_total"] == {"": num_tokens}
+    assert found["vllm:inter_token_latency_seconds_count"] == {"": len(gaps)}
+    assert found["vllm:inter_token_latency_seconds_sum"][""] == pytest.approx(sum(gaps))

@@ -7,14 +7,23 @@ import threading
 import numpy as np
 import pytest
 from support.triton_harness import WAIT, error_of
-from support.triton_stub import FailingSender, FakePbUtils, FakeResponse, FakeSender, HeldSender
+from support.triton_stub import (
+    FailingSender,
+    FakePbUtils,
+    FakeResponse,
+    FakeSender,
+    FakeTensor,
+    HeldSender,
+)
 
 from inflight_backend.manager.statistics import EventCounter
 from inflight_backend.requests.inference_request import Array, NamedTensor
+from inflight_backend.requests.tensors import finish_reason_tensor, number_tensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton_io import sender as module
 from inflight_backend.triton_io.answer_stream import AnswerStream, TokenStream
 from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
+from inflight_scheduler import FinishReason
 
 INTERNAL = FakePbUtils.TritonError.INTERNAL
 
@@ -107,6 +116,30 @@ def test_a_stream_to_be_ended_during_a_long_question_ends_when_that_returns(
     sender.release.set()
     asking.join()
     assert error_of(sender) == ("no more", FakePbUtils.TritonError.UNAVAILABLE)
+
+
+def test_tensors_that_are_the_same_each_time_are_made_once() -> None:
+    """Those of the module of constants: of others, also equal ones, each is made."""
+    factory = ResponseFactory(FakePbUtils)
+
+    def made() -> list[FakeTensor]:
+        tensors = {
+            "sequence_length": number_tensor(1),
+            "batch_index": number_tensor(1),
+            "finish_reason": finish_reason_tensor(FinishReason.NOT_FINISHED),
+            "num_output_tokens": number_tensor(1000),
+            "output_ids": np.array([[[1]]], np.int32),
+        }
+        response: FakeResponse = factory.tensors(tensors)
+        return response.output_tensors
+
+    first, second = made(), made()
+    names = ["sequence_length", "batch_index", "finish_reason"]
+    same = [a.name() for a, b in zip(first, second, strict=True) if a is b]
+    assert same == names
+    assert [int(each.array.flat[0]) for each in first if each.name() not in names] == [1000, 1]
+    factory.forget()
+    assert not any(a is b for a, b in zip(first, made(), strict=True))
 
 
 def test_a_stream_is_counted_once_however_it_ends() -> None:

@@ -246,6 +246,27 @@ def test_tasks_rest_while_no_request_is_there() -> None:
     assert seen == [False, True, True, True, True, False]
 
 
+def test_a_task_that_takes_long_rests_longer_and_holds_up_no_other() -> None:
+    """A look at every stream takes a while when there are many."""
+    starts: list[float] = []
+    has_run_often, other_ran = threading.Event(), threading.Semaphore(0)
+
+    def look() -> None:
+        starts.append(time.monotonic())
+        time.sleep(0.01)
+        if len(starts) == 3:
+            has_run_often.set()
+
+    tasks = [PeriodicTask(look, 0.001), PeriodicTask(other_ran.release, 0.002)]
+    periodic_tasks = PeriodicTasks(tasks, is_busy=lambda: True)
+    assert has_run_often.wait(WAIT)
+    periodic_tasks.close()
+    assert min(later - earlier for earlier, later in itertools.pairwise(starts)) >= 0.2
+    assert all(other_ran.acquire(blocking=False) for _ in range(6))
+    # One during which the machine stood still.
+    assert PeriodicTask(look, 0.1, seconds=3600.0).busy_period == 1.0
+
+
 def test_a_request_that_has_ended_already_is_seen_to_at_once() -> None:
     """One that was refused counts among the errors; nothing is in flight when a task looks."""
     num_runs = 0

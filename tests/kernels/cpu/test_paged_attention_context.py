@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from inflight_kernels import reference
-from inflight_kernels.cpu.heads import LayerAttention
-from inflight_kernels.cpu.paged_attention_context import paged_attention_context, takes
+from inflight_kernels.cpu.attention.heads import LayerAttention
+from inflight_kernels.cpu.attention.paged_attention_context import paged_attention_context
 
 pytestmark = pytest.mark.fast(3)
 LIMIT = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -54,7 +54,7 @@ def test_equals_the_reference(
     layer = LayerAttention(num_heads, num_kv_heads, size, size**-0.5, slopes=slopes)
     own = ("window", "chunk", "softcap", "has_values")
     layer = replace(layer, **{name: options[name] for name in own if name in options})
-    assert takes(layer, dtype)
+    assert layer.takes(dtype)
 
     found = paged_attention_context(layer, query, keys, values, tables, starts, lengths, sinks)
     kept = torch.tensor([row for row, count in enumerate(QUERIES) if count])

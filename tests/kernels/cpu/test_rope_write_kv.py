@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from inflight_kernels import reference
-from inflight_kernels.cpu.heads import LayerAttention
-from inflight_kernels.cpu.rope_write_kv import rope_write_kv
+from inflight_kernels.cpu.attention.heads import LayerAttention
+from inflight_kernels.cpu.attention.rope_write_kv import rope_write_kv
 
 pytestmark = pytest.mark.fast(3)
 LIMIT = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -17,10 +17,10 @@ from inflight_backend.models.attention import (
 )
 from inflight_backend.models.config import AttentionConfig, ModelConfig
 from inflight_backend.models.kv_cache import KvPool, RecurrentStates
-from inflight_kernels.cpu.attention import attend_generations
-from inflight_kernels.cpu.heads import LayerAttention
-from inflight_kernels.cpu.paged_attention_context import paged_attention_context, takes
-from inflight_kernels.cpu.rope_write_kv import rope_write_kv
+from inflight_kernels.cpu.attention.heads import LayerAttention
+from inflight_kernels.cpu.attention.paged_attention_context import paged_attention_context
+from inflight_kernels.cpu.attention.paged_attention_generation import attend_generations
+from inflight_kernels.cpu.attention.rope_write_kv import rope_write_kv
 
 
 class CompiledAttention(TorchAttention):
@@ -43,15 +43,15 @@ class CompiledAttention(TorchAttention):
             for layer in model.layers
         ]
         self.pool, self.states = pool, states
-        self._takes_chunks = all(each is None or takes(each, dtype) for each in self.layers)
+        self._takes_heads = all(each is None or each.takes(dtype) for each in self.layers)
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
         """There is nothing to plan, unless torch has to do it."""
+        if not self._takes_heads:
+            return super().begin(inputs)
         num_generations = inputs.num_generations
         if num_generations == len(inputs.context_lengths):
             return GenerationStep(inputs, self.states, self)
-        if not self._takes_chunks:
-            return super().begin(inputs)
         ones = torch.arange(num_generations, dtype=torch.int32)
         starts = torch.cat((ones, inputs.query_starts.int()))
         return ContextStep(inputs, self.states, self, starts)

@@ -31,9 +31,14 @@ from inflight_backend.models.compiled.linears import CompiledExperts, StagedLine
 from inflight_backend.models.compiled.lora import CompiledAdaptedLinear
 from inflight_backend.models.config import RoutingConfig
 from inflight_backend.models.ops import DecoderParts, LayerParts
-from inflight_kernels.cpu import paged_attention_context as context
-from inflight_kernels.cpu import rope_write_kv as rope
-from inflight_kernels.cpu.attention import STEP_COLUMNS, StepNumbers, attention_stage
+from inflight_kernels.cpu.attention import paged_attention_context as context
+from inflight_kernels.cpu.attention import rope_write_kv as rope
+from inflight_kernels.cpu.attention.heads import LayerAttention
+from inflight_kernels.cpu.attention.paged_attention_generation import (
+    STEP_COLUMNS,
+    StepNumbers,
+    attention_stage,
+)
 from inflight_kernels.cpu.elementwise import (
     ROWS_COLUMN,
     NormWeights,
@@ -42,7 +47,6 @@ from inflight_kernels.cpu.elementwise import (
     norm_stage,
     take_rows_stage,
 )
-from inflight_kernels.cpu.heads import LayerAttention
 from inflight_kernels.cpu.program import Program
 from inflight_kernels.cpu.routed.experts import (
     SortedRows,

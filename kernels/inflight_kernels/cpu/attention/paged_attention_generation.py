@@ -3,7 +3,7 @@ key and value: what one layer does for one new token of each sequence.
 
 Options mean what they do in `inflight_kernels.reference`. A piece of work is one key head of one
 sequence, with the query heads that read it: it turns them, keeps its own key and value, and goes
-over the blocks of the sequence, a softmax that is corrected with each block.
+over the blocks of the sequence, a softmax that is corrected after every `_KEYS` tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -11,23 +11,29 @@ over the blocks of the sequence, a softmax that is corrected with each block.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numba import carray, njit, types
 from torch import Tensor
 
-from inflight_kernels.cpu.heads import LayerAttention, first_seen, prepare, write
+from inflight_kernels.cpu.attention.head_tiles import KEYS, STEP_BYTES, STEPS, add_values, score
+from inflight_kernels.cpu.attention.heads import LayerAttention, first_seen, prepare, write
 from inflight_kernels.cpu.intrinsics import (
     FAST,
+    WIDTH,
     array_at,
     exp,
     finish_piece,
-    get,
+    prefetch_at,
+    put,
     take_next,
 )
 from inflight_kernels.cpu.threads import Kernel, Stage
+
+_KEYS = 256
+"""Of which the weights are made at a time."""
 
 
 def attend_generations(
@@ -120,21 +126,6 @@ def attention_stage(
 
 
 @njit(**FAST)
-def _score(address, stride, count, query, row, scores, like):
-    """Products of every query head with ``count`` keys."""
-    group, size = query.shape
-    for token in range(count):
-        key = array_at(address + token * stride, size, like)
-        for i in range(size):
-            row[i] = get(key, i)
-        for head in range(group):
-            total = np.float32(0.0)
-            for i in range(size):
-                total += query[head, i] * row[i]
-            scores[head, token] = total
-
-
-@njit(**FAST)
 def _weigh(scores, count, scale, softcap, slope, distance):
     """Scores of one head, the first at ``distance`` from the query: capped, and biased."""
     for token in range(count):
@@ -154,19 +145,6 @@ def _soften(scores, count, peak):
         scores[token] = exp(scores[token] - peak)
         total += scores[token]
     return total
-
-
-@njit(**FAST)
-def _add_values(address, stride, count, scores, row, sums, like):
-    group, size = sums.shape
-    for token in range(count):
-        value = array_at(address + token * stride, size, like)
-        for i in range(size):
-            row[i] = get(value, i)
-        for head in range(group):
-            weight = scores[head, token]
-            for i in range(size):
-                sums[head, i] += weight * row[i]
 
 
 class _Call(NamedTuple):
@@ -217,67 +195,160 @@ def _keep_own(call, sequence, kv_head, position, eps, row, width, like):
         write(row, call.values + at, like)
 
 
+class _Memory(NamedTuple):
+    """Of a thread. Addresses, aligned: ``query`` [group, words] padded with zeros, ``scores``
+    [group, `_KEYS` and a few] and ``sums`` as `add_values` has them, float32; how many bytes their
+    rows have. ``peaks`` and ``totals`` [group], ``row`` [D]: arrays."""
+
+    query: Any
+    query_row: Any
+    scores: Any
+    scores_row: Any
+    sums: Any
+    sums_row: Any
+    peaks: Any
+    totals: Any
+    row: Any
+
+
 @njit(**FAST)
-def _begin(call, sequence, kv_head, position, eps, query, softmax, width, like):
+def _floats(address, count):
+    return array_at(address, count, np.float32(0))
+
+
+@njit(**FAST)
+def _allocate(group, size, width):
+    """The buffer, which has to stay, and what is in it."""
+    num_parts, per_step = 4 // width, STEPS * STEP_BYTES
+    query_row = (size * width + per_step - 1) // per_step * per_step
+    scores_row, sums_row = (_KEYS + KEYS) * 4, query_row * num_parts
+    buffer = np.empty(group * (query_row + scores_row + sums_row) // 4 + 16, np.float32)
+    query = (np.int64(buffer.ctypes.data) + 63) // 64 * 64
+    _floats(query, group * query_row // 4)[:] = np.float32(0.0)
+    scores = query + group * query_row
+    sums = scores + group * scores_row
+    return buffer, _Memory(
+        query, query_row, scores, scores_row, sums, sums_row,
+        np.empty(group, np.float32), np.empty(group, np.float32), np.empty(size, np.float32),
+    )  # fmt: skip
+
+
+@njit(**FAST)
+def _begin(call, memory, sequence, kv_head, position, eps, width, like):
     """Turn the query heads of a key head; what they have seen is nothing but their sinks."""
-    sums, peaks, totals = softmax
-    group = len(query)
-    sums[:] = np.float32(0.0)
+    group = len(memory.peaks)
+    _floats(memory.sums, group * memory.sums_row // 4)[:] = np.float32(0.0)
     for head in range(group):
         number = kv_head * group + head
         given = call.heads + (sequence * call.num_given + number) * call.size * width
         prepare(
-            given, call.query_norm, call.cos_sin, position, eps, call.is_norm_last, query[head],
+            given, call.query_norm, call.cos_sin, position, eps, call.is_norm_last, memory.row,
             like,
         )  # fmt: skip
-        peaks[head], totals[head] = np.float32(-1e30), np.float32(0.0)
+        write(memory.row, memory.query + head * memory.query_row, like)
+        memory.peaks[head], memory.totals[head] = np.float32(-1e30), np.float32(0.0)
         if call.sinks != 0:
-            peaks[head] = array_at(call.sinks, call.num_heads, np.float32(0))[number]
-            totals[head] = np.float32(1.0)
+            memory.peaks[head] = _floats(call.sinks, call.num_heads)[number]
+            memory.totals[head] = np.float32(1.0)
 
 
 @njit(**FAST)
-def _add_block(call, kv_head, distance, num_tokens, scores, softmax, scale, softcap):
+def _soften_all(call, memory, kv_head, distance, num_tokens, scale, softcap):
     """Make weights of the scores of some tokens, the first at ``distance`` from the query, and
     correct what was summed before by the new peaks."""
-    sums, peaks, totals = softmax
-    group = len(sums)
+    group = len(memory.peaks)
     for head in range(group):
         slope = np.float32(0.0)
         if call.slopes != 0:
-            slopes = array_at(call.slopes, call.num_heads, np.float32(0))
-            slope = slopes[kv_head * group + head]
-        _weigh(scores[head], num_tokens, scale, softcap, slope, distance)
-        peak = peaks[head]
+            slope = _floats(call.slopes, call.num_heads)[kv_head * group + head]
+        scores = _floats(memory.scores + head * memory.scores_row, num_tokens)
+        _weigh(scores, num_tokens, scale, softcap, slope, distance)
+        before = peak = memory.peaks[head]
         for token in range(num_tokens):
-            peak = max(peak, scores[head, token])
-        factor = exp(peaks[head] - peak)
-        totals[head] = totals[head] * factor + _soften(scores[head], num_tokens, peak)
-        peaks[head] = peak
-        for i in range(call.size):
-            sums[head, i] *= factor
+            peak = max(peak, scores[token])
+        factor = exp(before - peak)
+        memory.totals[head] = memory.totals[head] * factor + _soften(scores, num_tokens, peak)
+        memory.peaks[head] = peak
+        if before != peak:
+            sums = _floats(memory.sums + head * memory.sums_row, memory.sums_row // 4)
+            for i in range(len(sums)):
+                sums[i] *= factor
 
 
 @njit(**FAST)
-def _attend(call, sequence, kv_head, position, query, scores, row, softmax, options, width, like):
-    """Go over the blocks of the sequence."""
+def _place(call, table, kv_head, position, width):
+    """How far the key of a position is from the first of the cache."""
+    block = np.int64(table[position // call.tokens_per_block])
+    at = block * call.block_stride + position % call.tokens_per_block * call.token_stride
+    return at + kv_head * call.size * width
+
+
+@njit(**FAST)
+def _fetch(call, cache, table, kv_head, position, end, width):
+    """Read the rest of a block into the caches; lines of a head are too far apart for the CPU to
+    guess them."""
+    if position < end:
+        per_block = call.tokens_per_block
+        row = cache + _place(call, table, kv_head, position, width)
+        for _ in range(min(per_block - position % per_block, end - position)):
+            for line in range(0, call.size * width, 64):
+                prefetch_at(row + line)
+            row += call.token_stride
+
+
+@njit(**FAST)
+def _attend(call, memory, sequence, kv_head, position, options, width, like):
+    """Go over what the sequence sees, `_KEYS` positions at a time, each block of them by itself."""
     scale, softcap = options
     values = call.values if call.values != 0 else call.keys
-    per_block = call.tokens_per_block
+    per_block, stride, group = call.tokens_per_block, call.token_stride, len(memory.peaks)
+    num_words = call.size * width // 4
     table = array_at(
         call.tables + sequence * call.table_stride * 4, position // per_block + 1, np.int32(0)
     )
     first = first_seen(call.window, call.chunk, position)
     while first <= position:
-        offset = first % per_block
-        num_tokens = min(per_block - offset, position + 1 - first)
-        at = np.int64(table[first // per_block]) * call.block_stride
-        at += offset * call.token_stride + kv_head * call.size * width
-        _score(call.keys + at, call.token_stride, num_tokens, query, row, scores, like)
+        end = min(first + _KEYS, position + 1)
+        at = first
+        _fetch(call, call.keys, table, kv_head, at, end, width)
+        while at < end:
+            count = min(per_block - at % per_block, end - at)
+            _fetch(call, call.keys, table, kv_head, at + count, position + 1, width)
+            _fetch(call, values, table, kv_head, at, end, width)
+            score(
+                like, call.keys + _place(call, table, kv_head, at, width), stride, count, num_words,
+                memory.query, memory.query_row, memory.scores + (at - first) * 4,
+                memory.scores_row, group,
+            )  # fmt: skip
+            at += count
         distance = np.float32(first - position)
-        _add_block(call, kv_head, distance, num_tokens, scores, softmax, scale, softcap)
-        _add_values(values + at, call.token_stride, num_tokens, scores, row, softmax[0], like)
-        first += num_tokens
+        _soften_all(call, memory, kv_head, distance, end - first, scale, softcap)
+        at = first
+        while at < end:
+            count = min(per_block - at % per_block, end - at)
+            add_values(
+                like, values + _place(call, table, kv_head, at, width), stride, count, num_words,
+                memory.scores + (at - first) * 4, memory.scores_row, memory.sums, memory.sums_row,
+                group, 4 // width,
+            )  # fmt: skip
+            at += count
+        first = end
+
+
+@njit(**FAST)
+def _finish(call, memory, sequence, kv_head, width, like):
+    """Write what the heads have found."""
+    group, size, per_step = len(memory.peaks), call.size, STEP_BYTES // width
+    for head in range(group):
+        number = sequence * call.num_heads + kv_head * group + head
+        out = array_at(call.out + number * size * width, size, like)
+        sums = _floats(memory.sums + head * memory.sums_row, memory.sums_row // 4)
+        share = np.float32(1.0) / max(memory.totals[head], np.float32(1e-30))
+        num_parts = 4 // width
+        for first in range(0, size, per_step):
+            for i in range(min(per_step, size - first)):
+                place = first + i % num_parts * WIDTH + i // num_parts
+                put(out, first + i, sums[place] * share)
 
 
 @njit(**FAST)
@@ -290,10 +361,7 @@ def _run(pointer, width, like):
         n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14],
         n[15], n[16], n[17], n[18], n[19], n[20], n[21], n[22], n[23], n[24], n[25], n[26],
     )  # fmt: skip
-    group, size = call.num_heads // call.num_kv_heads, call.size
-    query, sums = np.empty((group, size), np.float32), np.empty((group, size), np.float32)
-    softmax = sums, np.empty(group, np.float32), np.empty(group, np.float32)
-    scores, row = np.empty((group, call.tokens_per_block), np.float32), np.empty(size, np.float32)
+    buffer, memory = _allocate(call.num_heads // call.num_kv_heads, call.size, width)
     lengths = array_at(call.lengths, call.num_sequences, np.int32(0))
     while True:
         piece = take_next(n.ctypes.data)
@@ -302,17 +370,12 @@ def _run(pointer, width, like):
         sequence, kv_head = piece // call.num_kv_heads, piece % call.num_kv_heads
         position = np.int64(lengths[sequence]) - 1
         if call.has_own:
-            _keep_own(call, sequence, kv_head, position, eps, row, width, like)
-        _begin(call, sequence, kv_head, position, eps, query, softmax, width, like)
-        _attend(
-            call, sequence, kv_head, position, query, scores, row, softmax, options, width, like
-        )
-        for head in range(group):
-            for i in range(size):
-                sums[head, i] /= max(softmax[2][head], np.float32(1e-30))
-            number = sequence * call.num_heads + kv_head * group + head
-            write(sums[head], call.out + number * size * width, like)
+            _keep_own(call, sequence, kv_head, position, eps, memory.row, width, like)
+        _begin(call, memory, sequence, kv_head, position, eps, width, like)
+        _attend(call, memory, sequence, kv_head, position, options, width, like)
+        _finish(call, memory, sequence, kv_head, width, like)
         finish_piece(n.ctypes.data)
+    buffer[0] = np.float32(0)  # it has to live until here
     return call.num_sequences * call.num_kv_heads
 
 

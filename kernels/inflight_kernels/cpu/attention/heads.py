@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numba import njit
 from torch import Tensor
 
@@ -33,6 +34,10 @@ class LayerAttention:
     is_norm_after_rope: bool = False
     has_values: bool = True
     has_own: bool = True
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether heads of ``dtype`` (float32 or bfloat16) are made of whole words of 32 bits."""
+        return dtype == torch.float32 or self.head_dim % 2 == 0
 
 
 @njit(**FAST)

@@ -20,7 +20,8 @@ import torch
 from numba import carray, njit, types
 from torch import Tensor
 
-from inflight_kernels.cpu.heads import LayerAttention, first_seen
+from inflight_kernels.cpu.attention.heads import LayerAttention, first_seen
+from inflight_kernels.cpu.attention.tiles import Layout, make_adding_tile
 from inflight_kernels.cpu.intrinsics import (
     FAST,
     HAS_WIDE_REGISTERS,
@@ -33,18 +34,12 @@ from inflight_kernels.cpu.intrinsics import (
     take_next,
 )
 from inflight_kernels.cpu.threads import Kernel, Stage
-from inflight_kernels.cpu.tiles import Layout, make_adding_tile
 
 _LANES = 3 * WIDTH
 _KEYS = 64
 _ROW = 4 * _LANES
 """Bytes of a number of each lane."""
 _HIGH, _PANELS = (8, 3) if HAS_WIDE_REGISTERS else (4, 1)
-
-
-def takes(layer: LayerAttention, dtype: torch.dtype) -> bool:
-    """Whether heads of ``dtype`` (float32 or bfloat16) fit."""
-    return dtype == torch.float32 or layer.head_dim % 2 == 0
 
 
 def paged_attention_context(

@@ -15,7 +15,7 @@ import torch
 from numba import carray, njit, types
 from torch import Tensor
 
-from inflight_kernels.cpu.heads import LayerAttention, prepare, write
+from inflight_kernels.cpu.attention.heads import LayerAttention, prepare, write
 from inflight_kernels.cpu.intrinsics import FAST, array_at, finish_piece, take_next
 from inflight_kernels.cpu.threads import Kernel, Stage
 

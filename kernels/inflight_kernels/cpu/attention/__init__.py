@@ -1,0 +1,1 @@
+"""Attention over the paged cache, and what reads and writes it: see `inflight_kernels.ops`."""
