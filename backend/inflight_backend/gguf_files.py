@@ -27,6 +27,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
+_MAX_NAME = 255
+"""Characters of a tensor's name; the format asks for no more than 64."""
 
 _TYPES = {
     **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1"},
@@ -209,9 +211,13 @@ class _Parser:
 
     def _head(self) -> tuple[str, str, tuple[int, ...], int]:
         name, num_dimensions = self._text(), self._number("I")
+        if len(name) > _MAX_NAME or not name.isprintable():
+            raise ValueError(f"a tensor's name is {name[:_MAX_NAME]!a}")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             raise CheckpointError(f"{name} has {num_dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]
+        if shape[:-1] == (1,):  # a gate of one row, which other files have as a vector
+            shape = shape[1:]
         number, offset = self._number("I"), self._number("Q")
         dtype = _TYPES.get(number, f"number {number}")
         if dtype not in BLOCKS:

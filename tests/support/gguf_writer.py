@@ -124,6 +124,7 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _of_deepseek2(config: dict[str, Any]) -> dict[str, Any]:
+    """Configurations that `transformers` has saved do not say that V3 scores by sigmoid."""
     nope, turning = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     return {
         "rope.dimension_count": turning,
@@ -131,7 +132,6 @@ def _of_deepseek2(config: dict[str, Any]) -> dict[str, Any]:
         "attention.key_length": config["kv_lora_rank"] + turning,
         "attention.key_length_mla": nope + turning,
         "attention.value_length_mla": config["v_head_dim"],
-        "expert_gating_func": 2 if config["model_type"] == "deepseek_v3" else 1,
     }
 
 
@@ -145,7 +145,8 @@ def _of_olmo2(config: dict[str, Any]) -> dict[str, Any]:
 def _of_phi3(config: dict[str, Any]) -> dict[str, Any]:
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     share = config["rope_parameters"].get("partial_rotary_factor", 1)
-    return {"rope.dimension_count": int(head_dim * share)}
+    window = config.get("sliding_window") or 0
+    return {"rope.dimension_count": int(head_dim * share), "attention.sliding_window": window}
 
 
 _OF_ARCHITECTURE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -272,6 +273,5 @@ _RULES: tuple[tuple[tuple[str, ...], str, Rule], ...] = (
     (("falcon",), "query_key_value", _of_falcon),
     (("deepseek2",), "kv_b_proj", _of_latents),
     (("deepseek2",), "e_score_correction_bias", _of_correction),
-    (("qwen2moe",), "shared_expert_gate", lambda name, data, _: {name: data[0]}),
 )
 """What the conversion does to tensors: of which architectures, with which names."""

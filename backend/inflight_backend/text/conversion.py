@@ -31,7 +31,7 @@ _Parts = tuple[Tokenizer, dict[int, AddedToken]]
 """A tokenizer, and the tokens by id that it is to find in texts."""
 
 _GPT2_END = "<|endoftext|>"
-_SPACE = "\u2581"  # how SentencePiece writes it
+SPACE = "\u2581"  # how SentencePiece writes it
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
@@ -203,8 +203,8 @@ def from_sentencepiece(
     adds_prefix = config.get("add_prefix_space", model.adds_prefix)
     scheme = "never" if not adds_prefix else "always" if config.get("legacy") else "first"
     tokenizer.normalizer = _normalizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(
         [*steps, decoders.Strip(" ", left=1)] if adds_prefix else steps
     )

@@ -13,6 +13,7 @@ from inflight_backend.gguf_files import GgufFile
 from inflight_backend.text.conversion import (
     BPE_KIND,
     LLAMA3_PATTERN,
+    SPACE,
     UNIGRAM_KIND,
     Converted,
     SentencePieceModel,
@@ -45,27 +46,61 @@ _DEEPSEEK_V3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
+_LETTERS = (
+    "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\ua7ff"
+    "\uab30-\uab6f\U00010d40-\U00010d8f\U00010570-\U000105bf\U00016e40-\U00016e7f\U0001d400-\U0001d7ff"
+    "\U0001df00-\U0001dfff]]"
+)
+"""Those of alphabets with two cases which DeepSeek's first models cut at."""
+_ASIAN = "[\u0800-\u9fa5\uac00-\ud7ff]+"
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?{_LETTERS}+",
+    "\\s?[!-/:-~\u2018-\u201f\u3000-\u3002\uff01-\uff0f\uff1a-\uff5e]+",
+    r"\s+$",
+    _ASIAN,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, _DIGIT)
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_UNKNOWN_KIND = (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")
+
 _PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "a.x-4.0"), (_GPT2,)),
+    **dict.fromkeys(("gigachat", "mellum", "trillion", "granite-docling"), (_GPT2,)),
     **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "gpt3-finnish"),
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
         (_DIGIT, _GPT2),
     ),
     **dict.fromkeys(BEGINNING, (LLAMA3_PATTERN,)),
-    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), (LLAMA3_PATTERN,)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "glm5", "chatglm-bpe"), (LLAMA3_PATTERN,)),
     **dict.fromkeys(
-        ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "solar-open"), (_QWEN2,)
+        ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "solar-open", "kormo"),
+        (_QWEN2,),
     ),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_O200K,)),
+    "qwen35": (_QWEN35,),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_O200K,)),
     "tekken": (_TEKKEN,),
-    "deepseek-v3": _DEEPSEEK_V3,
-    **dict.fromkeys(("falcon", "default"), ()),
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
+    "default": _UNKNOWN_KIND,
+    "falcon": (),
 }
 """Where byte-level tokenizers cut a text first, each pattern within the parts of the one before, by
-``tokenizer.ggml.pre``; for those without patterns see `_cuts`."""
+``tokenizer.ggml.pre``; for one without patterns see `_cuts`."""
 
 _COMPOSING = ("qwen2", "deepseek-r1-qwen")
 """Those that compose characters first (NFC)."""
+
+
+_NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
+"""Tokens of Phi-3 that do not take the white space behind them, as all others do: metadata does not
+say so of any."""
 
 
 def convert_gguf(file: GgufFile) -> Converted:
@@ -118,7 +153,7 @@ def _byte_pairs(file: GgufFile) -> tuple[Tokenizer, dict[int, AddedToken]]:
 
 
 def _cuts(patterns: tuple[str, ...]) -> list[Any]:
-    """Falcon's, without patterns, go on behind the step that makes letters of bytes."""
+    """Falcon's, without patterns, goes on behind the step that makes letters of bytes."""
     if not patterns:
         return [
             pre_tokenizers.Punctuation("contiguous"),
@@ -154,6 +189,19 @@ def _pieces(kind: int, file: GgufFile) -> tuple[Tokenizer, dict[int, AddedToken]
         ends=read_ends(file),
     )
     tokenizer, tokens = from_sentencepiece(model, {}, {})
+    if kind == BPE_KIND and model.adds_prefix:
+        # SentencePiece's own way: in front of a space, too, and behind a special token.
+        tokenizer.normalizer = normalizers.Prepend(SPACE)
+    if file.value("general.architecture") == "phi3":
+        tokens = {
+            number: AddedToken(
+                each.content,
+                rstrip=each.content not in _NOT_STRIPPING,
+                normalized=False,
+                special=each.special,
+            )
+            for number, each in tokens.items()
+        }
     return tokenizer, tokens
 
 

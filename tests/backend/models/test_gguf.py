@@ -278,15 +278,18 @@ def test_metadata_that_is_refused(
         (0, b"GGML", 0, "is no GGUF file: it does not begin with 'GGUF'"),
         (4, b"\x09", 0, "is GGUF of version 9; supported: 2 and 3, little-endian"),
         (16, b"\xff", 0, "not a whole GGUF file, truncated or damaged"),
+        (b"output_norm", b"out\0put", 0, "not a whole .* .a tensor's name is 'out.x00put"),
         (0, b"", 99, "output_norm.weight ends behind the file's end: it is cut off"),
         (0, b"", 9**9, "not a whole GGUF file, truncated or damaged .it ends too early"),
     ],
 )
 def test_damaged_files(
-    tmp_path: Path, wide: Path, place: int, data: bytes, cut: int, message: str
+    tmp_path: Path, wide: Path, place: int | bytes, data: bytes, cut: int, message: str
 ) -> None:
     path = write_gguf(wide, tmp_path / "model.gguf", "llama")
     content = bytearray(path.read_bytes())
+    if isinstance(place, bytes):
+        place = content.index(place)
     content[place : place + len(data)] = data
     path.write_bytes(content[: max(len(content) - cut, 300)])
     with pytest.raises(CheckpointError, match=f"^model.gguf: {message}"):

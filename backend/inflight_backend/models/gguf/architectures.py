@@ -88,6 +88,8 @@ def _read(file: GgufFile, architecture: Architecture) -> _Values:
     for key, name in {**_KEYS, **architecture.keys}.items():
         if (value := file.value(key)) is not None:
             found[name] = _same_in_all_layers(file, key, value)
+    if not found.get("sliding_window"):  # Phi-3's is 0 where there is none
+        found.pop("sliding_window", None)
     epsilon = next((file.value(key) for key in _EPSILONS if file.value(key) is not None), None)
     found |= dict.fromkeys(_OF_EPSILON, epsilon)
     if "token_embd.weight" in file.tensors:
@@ -231,7 +233,8 @@ def _read_deepseek2(file: GgufFile, found: _Values) -> _Values:
         "topk_group": file.value(".expert_group_used_count", 1),
         "topk_method": "group_limited_greedy" if num_groups > 1 else "greedy",
     }
-    if file.value(".expert_gating_func") == _SIGMOID:
+    has_corrections = any("exp_probs_b" in name for name in file.tensors)
+    if file.value(".expert_gating_func", _SIGMOID if has_corrections else None) == _SIGMOID:
         values |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     return values
 
