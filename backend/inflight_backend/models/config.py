@@ -392,7 +392,8 @@ class ModelConfig:
     answer; it shares the embedding, each of its tokens sees all others (``is_encoder``), and the
     text of the decoder begins with ``start_ids``. ``kv_scales``: the ends of the names of two
     tensors of a layer's attention, the scales of its keys and values in a KV cache of 8 bits.
-    ``table_dtype``: of embedding and head in the files, if that is float16 or bfloat16, else "".
+    ``table_dtype``: of embedding and head in the files, if that is float16 or bfloat16, else "";
+    ``linear_dtype``: the same of all linears that are not quantised.
     """
 
     architecture: str
@@ -422,6 +423,7 @@ class ModelConfig:
     quantization: Quantization | None = None
     kv_scales: tuple[str, str] | None = None
     table_dtype: str = ""
+    linear_dtype: str = ""
     encoder: ModelConfig | None = None
     is_encoder: bool = False
     start_ids: tuple[int, ...] = ()

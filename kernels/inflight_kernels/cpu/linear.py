@@ -157,7 +157,7 @@ def grouped_linear_stage(
         active.data_ptr(),
         len(starts),
     )
-    return Stage(_grouped_kernel(x.dtype == torch.bfloat16), numbers)
+    return Stage(_grouped_kernel(x.dtype, packed.dtype), numbers)
 
 
 def _widen_float16(builder, pairs):
@@ -330,17 +330,9 @@ def multiply_panels(
         own_bias = part_of_bias(bias, first)
         if count == 1 and end - first == _PANELS_OF_ONE_ROW:
             _tile_of_one_row(
-                like,
-                x,
-                stride_x,
-                panel,
-                stride_panel,
-                steps,
-                own_bias,
-                place,
-                stride_out,
+                like, x, stride_x, panel, stride_panel, steps, own_bias, place, stride_out,
                 _PREFETCH_BYTES,
-            )
+            )  # fmt: skip
             first = end
         elif first + _PANELS <= end:
             _multiply_wide(
@@ -409,15 +401,15 @@ def _kernel(dtype: torch.dtype, of_weight: torch.dtype) -> Kernel:
 
 
 @njit(**FAST)
-def _run_grouped(pointer, size, like):
-    """``size``: bytes of a number like ``like``. A piece is some panels of a group, and all of its
-    rows of x."""
+def _run_grouped(pointer, size, like, step_bytes):
+    """As `_run` has them. A piece is some panels of a group, and all of its rows of x."""
     numbers = carray(pointer, 13, types.int64)
     x, weight, bias, out = numbers[3], numbers[4], numbers[5], numbers[6]
     stride_x, stride_out, num_panels = numbers[7], numbers[8], numbers[9]
     starts = array_at(numbers[10], numbers[12], np.int32(0))
     active = array_at(numbers[11], numbers[12], np.int32(0))
-    steps, num_parts = stride_x // 4, (num_panels + _PANELS_OF_ONE_ROW - 1) // _PANELS_OF_ONE_ROW
+    steps = stride_x // step_bytes
+    num_parts = (num_panels + _PANELS_OF_ONE_ROW - 1) // _PANELS_OF_ONE_ROW
     num_pieces = np.int64(active[0]) * num_parts
     while True:
         piece = take_next(numbers.ctypes.data)
@@ -439,13 +431,29 @@ def _run_grouped(pointer, size, like):
 
 
 def _run_grouped_float32(pointer):
-    return _run_grouped(pointer, 4, np.float32(0))
+    return _run_grouped(pointer, 4, np.float32(0), 4)
 
 
 def _run_grouped_bfloat16(pointer):
-    return _run_grouped(pointer, 2, np.uint16(0))
+    return _run_grouped(pointer, 2, np.uint16(0), 4)
+
+
+def _run_grouped_float32_by_bfloat16(pointer):
+    return _run_grouped(pointer, 4, np.uint32(0), 8)
+
+
+def _run_grouped_float32_by_float16(pointer):
+    return _run_grouped(pointer, 4, np.int32(0), 8)
+
+
+_RUN_GROUPED: dict[tuple[torch.dtype, torch.dtype], Any] = {
+    (torch.float32, torch.float32): _run_grouped_float32,
+    (torch.bfloat16, torch.bfloat16): _run_grouped_bfloat16,
+    (torch.float32, torch.bfloat16): _run_grouped_float32_by_bfloat16,
+    (torch.float32, torch.float16): _run_grouped_float32_by_float16,
+}
 
 
 @cache
-def _grouped_kernel(is_bfloat16: bool) -> Kernel:
-    return Kernel(_run_grouped_bfloat16 if is_bfloat16 else _run_grouped_float32, 11)
+def _grouped_kernel(dtype: torch.dtype, of_weight: torch.dtype) -> Kernel:
+    return Kernel(_RUN_GROUPED[dtype, of_weight], 11)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -24,6 +25,7 @@ from support.families import (
 from support.pairs import PAIR_VARIANTS
 
 from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine.memory_plan import make_plan
 from inflight_backend.models.attention import AttentionInputs, HostLengths
 from inflight_backend.models.backends import make_cache, make_ops
 from inflight_backend.models.blocks.rope import make_tables
@@ -69,7 +71,8 @@ def logits_in_parts(
     with Checkpoint(folder) as checkpoint:
         model = checkpoint.fit(model)
         checkpoint.check(model)
-        parameters = checkpoint.load(local_parameters(model, ranks.place), dtype, "cpu")
+        specs = local_parameters(model, ranks.place)
+        parameters = checkpoint.load(specs, dtype, "cpu", backend=backend)
     model = model if change is None else change(model)
     model = local_model(model, ranks.place)
     decoder = Decoder(model, parameters, make_ops(backend, "none"), None, ranks, dtype)
@@ -421,6 +424,24 @@ def test_bfloat16_is_near_float32(tmp_path: Path, name: str) -> None:
     found = logits_in_parts(tmp_path, tokens, "torch", dtype=torch.bfloat16)
     found, expected = (each.float().log_softmax(-1) for each in (found, expected))
     assert float((found - expected).abs().mean()) < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILY_VARIANTS)
+def test_files_of_16_bits_take_no_more_in_float32(tmp_path: Path, name: str) -> None:
+    """Compiled linears widen them in registers, to the same numbers."""
+    tokens, _ = write_family(tmp_path / "plain", name)
+    weights = load_file(tmp_path / "plain" / "model.safetensors")
+    found, bits = [], []
+    for kind in (torch.float32, torch.bfloat16):
+        folder = tmp_path / str(kind)
+        shutil.copytree(tmp_path / "plain", folder)
+        converted = {key: each.bfloat16().to(kind) for key, each in weights.items()}
+        save_file(converted, folder / "model.safetensors")
+        found.append(logits_in_parts(folder, tokens, "compiled"))
+        bits.append(make_plan(folder, EngineConfig(attention_backend="compiled")).weight_bytes)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert bits[1] < 0.9 * bits[0]
 
 
 @pytest.mark.fast(2)

@@ -145,7 +145,11 @@ class JoinedLayers:
         self._parts = parts
         linears = [each for layer in parts.layers for each in _linears(layer)]
         self._widest = max(map(_width, parts.layers))
-        self._types = {_plain(each).dtype for each in linears}
+        self._types = {
+            dtype
+            for dtype in (torch.float32, torch.bfloat16)
+            if all(_plain(each).reads(dtype) for each in linears)
+        }
         self._adapted = [each for each in linears if isinstance(each, CompiledAdaptedLinear)]
         self._adapters = self._adapted[0].table if self._adapted else None
         self._programs: dict[bool, _LayersProgram] = {}  # without chunks, and with
@@ -154,7 +158,7 @@ class JoinedLayers:
     def __call__(self, x: Tensor, step: AttentionStep, rows: Tensor | None) -> Tensor | None:
         """See `Ops.join_layers`."""
         has_chunks = isinstance(step, ContextStep)
-        if not isinstance(step, GenerationStep | ContextStep) or self._types != {x.dtype}:
+        if not isinstance(step, GenerationStep | ContextStep) or x.dtype not in self._types:
             return None
         if not len(x) or (has_chunks and len(x) * self._widest > _MOST_INNER):
             return None

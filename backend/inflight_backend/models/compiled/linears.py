@@ -29,10 +29,9 @@ class StagedLinear(ABC):
     def num_rows(self) -> int:
         """Columns of what it gives."""
 
-    @property
     @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Of what it reads and gives."""
+    def reads(self, dtype: torch.dtype) -> bool:
+        """Whether that may be the type of what it reads, and then gives, too."""
 
     @abstractmethod
     def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
@@ -66,10 +65,9 @@ class CompiledLinear(StagedLinear):
         """See `StagedLinear`."""
         return linear.num_rows(self._packed)
 
-    @property
-    def dtype(self) -> torch.dtype:
+    def reads(self, dtype: torch.dtype) -> bool:
         """See `StagedLinear`."""
-        return self._packed.dtype
+        return dtype in (self._packed.dtype, torch.float32)
 
     def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
         """See `StagedLinear`."""
@@ -135,10 +133,9 @@ class CompiledPackedLinear(StagedLinear):
         """See `StagedLinear`."""
         return self._packed.rows
 
-    @property
-    def dtype(self) -> torch.dtype:
+    def reads(self, dtype: torch.dtype) -> bool:
         """See `StagedLinear`."""
-        return self._dtype
+        return dtype == self._dtype
 
     def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
         """See `StagedLinear`."""
@@ -180,10 +177,9 @@ class CompiledIntegerLinear(StagedLinear):
         """See `StagedLinear`."""
         return self._packed.rows
 
-    @property
-    def dtype(self) -> torch.dtype:
+    def reads(self, dtype: torch.dtype) -> bool:
         """See `StagedLinear`."""
-        return self._dtype
+        return dtype == self._dtype
 
     def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
         """See `StagedLinear`."""
@@ -212,10 +208,9 @@ class CompiledJoinedLinear(StagedLinear):
         """See `StagedLinear`."""
         return sum(each.num_rows for each in self._parts)
 
-    @property
-    def dtype(self) -> torch.dtype:
+    def reads(self, dtype: torch.dtype) -> bool:
         """See `StagedLinear`."""
-        return self._parts[0].dtype
+        return all(each.reads(dtype) for each in self._parts)
 
     def stages(self, x: Tensor, out: Tensor, make: Make) -> list[Stage]:
         """See `StagedLinear`."""
@@ -239,11 +234,6 @@ class CompiledExperts:
     def takes(weight: Tensor) -> bool:
         """Whether there is a product for each expert."""
         return linear.takes(weight[0])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what they read and give."""
-        return self._packed.dtype
 
     def __call__(self, x: Tensor, starts: Tensor) -> Tensor:
         """x [T, columns], ``starts`` [E + 1] of each expert's rows -> [T, rows]."""

@@ -67,7 +67,7 @@ class CompiledAdapters(TorchAdapters):
 
     def wrap(self, name: str, linear: Multiply, bias: Tensor | None, *, of_draws: bool) -> Multiply:
         """See `AdapterTable`."""
-        is_taken = isinstance(linear, StagedLinear) and linear.dtype == self._dtype
+        is_taken = isinstance(linear, StagedLinear) and linear.reads(self._dtype)
         if not is_taken or isinstance(linear, CompiledHead):
             return super().wrap(name, linear, bias, of_draws=of_draws)
         number = self._numbers[name] = len(self._numbers)

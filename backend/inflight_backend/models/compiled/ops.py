@@ -51,20 +51,23 @@ from inflight_kernels.cpu.routed.experts import choose_experts
 def _make_head(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """Of a vocabulary of any size."""
     is_whole = linear.takes(weight) or not linear.takes(linear.padded(weight))
-    if is_whole and weight.dtype == torch.float16 and not linear.takes(weight):
-        return Linear(weight.float())  # models here have float32 beside it
     return _make_linear(weight) if is_whole else CompiledHead(weight)
 
 
 def _make_linear(weight: Parameter, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     assert isinstance(weight, Tensor), "of others the decoder makes its own"
-    return CompiledLinear(weight, bias) if linear.takes(weight) else Linear(weight, bias)
+    return CompiledLinear(weight, bias) if linear.takes(weight) else Linear(_plain(weight), bias)
+
+
+def _plain(weight: Tensor) -> Tensor:
+    """As torch multiplies by it: no model here is float16."""
+    return weight.float() if weight.dtype == torch.float16 else weight
 
 
 def _make_experts(weight: Tensor, bias: Tensor | None) -> MultiplyGroups:
     if CompiledExperts.takes(weight):
         return CompiledExperts(weight, bias)
-    return TORCH_OPS.make_experts(weight, bias)
+    return TORCH_OPS.make_experts(_plain(weight), bias)
 
 
 def _choose_experts(

@@ -71,6 +71,13 @@ def decoder_parameters(config: ModelConfig) -> list[ParameterSpec]:
     if config.encoder is not None:
         inner = (spec for spec in decoder_parameters(config.encoder) if spec.name != "embedding")
         specs += [replace(spec, name=ENCODER + spec.name) for spec in inner]
+    if config.linear_dtype:
+        specs = [
+            replace(spec, file_dtype=config.linear_dtype)
+            if spec.is_linear or spec.num_experts
+            else spec
+            for spec in specs
+        ]
     return specs if config.quantization is None else [_quantised(config, spec) for spec in specs]
 
 

@@ -44,7 +44,16 @@ PREFIXES = ("", "model.", "language_model.model.", "model.language_model.", "tra
 
 def fitted(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelConfig:
     """``config`` with the names that the checkpoint has: of a decoder inside a multimodal model, of
-    one that was saved without its head, and of experts that are stacked in one tensor."""
+    one that was saved without its head, and of experts that are stacked in one tensor; and the
+    types of those tensors."""
+    config = _with_found_names(config, headers)
+    config = replace(config, linear_dtype=_linear_dtype(config, headers))
+    if config.encoder is None:
+        return config
+    return replace(config, encoder=replace(config.encoder, linear_dtype=config.linear_dtype))
+
+
+def _with_found_names(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> ModelConfig:
     config = replace(config, names=_with_found_place(config.names, headers))
     config = replace(config, table_dtype=_table_dtype(config, headers))
     if config.is_tied is None:
@@ -80,7 +89,23 @@ def _table_dtype(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> st
     """Of embedding and head, where it is one of 16 bits."""
     names = config.names
     tables = (f"{names.prefix}{names.embedding}.weight", f"{names.head}.weight")
-    found = {headers[name].dtype for name in tables if name in headers}
+    return _half(headers[name] for name in tables if name in headers)
+
+
+def _linear_dtype(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> str:
+    """Of all linears that are not quantised, where it is one of 16 bits."""
+    names = (
+        source.name
+        for spec in decoder_parameters(config)
+        if spec.is_linear or spec.num_experts
+        for source in spec.sources
+        if source.scheme is None
+    )
+    return _half(headers[name] for name in names if name in headers)
+
+
+def _half(headers: Iterable[TensorHeader]) -> str:
+    found = {each.dtype for each in headers}
     return HALVES.get(found.pop(), "") if len(found) == 1 else ""
 
 
@@ -88,7 +113,7 @@ def assumed(config: ModelConfig) -> ModelConfig:
     """``config`` as it will be for a checkpoint whose headers are not here: with the linears
     quantised that ``quantization_config`` says are, by the names that a family's tensors have."""
     if config.dtype in HALVES.values():
-        config = replace(config, table_dtype=config.dtype)
+        config = replace(config, table_dtype=config.dtype, linear_dtype=config.dtype)
     if config.quantization is None:
         return config
     linears = [

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # ``inflight plan`` reads this page without torch
 
 WEIGHT = ".weight"
 _ORDER_BYTES = 4
+_PRODUCT_ROWS = 16
+"""Compiled products take whole panels of so many rows (`inflight_kernels.cpu.linear.takes`)."""
 Shape = tuple[int, ...]
 Convert = Callable[["Tensor"], "Tensor"]
 
@@ -170,8 +172,11 @@ class ParameterSpec:
         registers, so that float32 takes no more memory than what the files have."""
         if self.is_wide:
             return "float32"
-        may_keep = self.file_dtype and dtype == "float32" and backend == "compiled"
-        return self.file_dtype if may_keep and self.shape[-1] % 2 == 0 else dtype
+        if not self.file_dtype or dtype != "float32" or backend != "compiled":
+            return dtype
+        rows = self.shape[0] // (self.num_experts or 1)
+        has_product = self.shape[-1] % 2 == 0 and (self.table != "" or rows % _PRODUCT_ROWS == 0)
+        return self.file_dtype if has_product else dtype
 
     def scheme_at_load(self, quantization: str, backend: str) -> Scheme | None:
         """How an unquantised one is rounded while it is loaded; None: it stays as it is."""
