@@ -14,9 +14,10 @@ Pythons that have their wheels, with the same weights, prompts, lengths and numb
     VLLM/bin/pip uninstall torchvision torchaudio torchcodec
     python benchmarks/cpu_engine.py --peers PEERS/bin/python --vllm VLLM/bin/python
 
-(The third line where they are of another build than torch.) Weights are given in the dtype of the
-row; to OpenVINO in float16, as it reads no wider GGUF, and it is told in what to compute. Of its
-cache each chooses the type: OpenVINO has 8 bits, llama.cpp float16.
+(The third line where they are of another build than torch.) Weights are given in float16, as
+OpenVINO reads no wider GGUF, and all are told in what to compute; to llama.cpp in the dtype of the
+row, as it computes in that of the weights. Of its cache each chooses the type: OpenVINO has 8 bits,
+llama.cpp float16.
 
 Ours runs with the real scheduler, block manager and planner, prompts and tokens one plan at a time.
 All are interleaved: every round times each of them once, and the table shows medians of the rounds.

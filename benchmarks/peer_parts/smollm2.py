@@ -12,7 +12,8 @@ NAME = "smollm2-135m"
 
 
 def write_safetensors(file: Path, folder: Path) -> None:
-    """The GGUF ``file``, widened to float32, with its configuration and tokenizer."""
+    """The GGUF ``file``, its matrices widened to float16 and all else to float32, with its
+    configuration and tokenizer."""
     import transformers
 
     transformers.logging.disable_progress_bar()
@@ -21,7 +22,7 @@ def write_safetensors(file: Path, folder: Path) -> None:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     weights = {
-        name: each.float().contiguous()
+        name: (each.half() if each.dim() == 2 else each.float()).contiguous()
         for name, each in model.state_dict().items()
         if name != "lm_head.weight"  # the embedding
     }
