@@ -329,7 +329,7 @@ ELSEWHERE = {
     "MoeConfig": {"held_experts"},  # `test_parallel`
     "ModelConfig": {
         "architecture", "max_position_embeddings", "dtype", "ignored", "quantization", "kv_scales",
-        "encoder", "is_encoder", "start_ids",
+        "encoder", "is_encoder", "start_ids", "table_dtype", "linear_dtype",
     },
 }  # fmt: skip
 
