@@ -71,14 +71,7 @@ def decoder_parameters(config: ModelConfig) -> list[ParameterSpec]:
     if config.encoder is not None:
         inner = (spec for spec in decoder_parameters(config.encoder) if spec.name != "embedding")
         specs += [replace(spec, name=ENCODER + spec.name) for spec in inner]
-    if config.linear_dtype:
-        specs = [
-            replace(spec, file_dtype=config.linear_dtype)
-            if spec.is_linear or spec.num_experts
-            else spec
-            for spec in specs
-        ]
-    return specs if config.quantization is None else [_quantised(config, spec) for spec in specs]
+    return [_as_written(config, spec) for spec in specs]
 
 
 def _head(config: ModelConfig) -> list[ParameterSpec]:
@@ -95,9 +88,13 @@ def _head(config: ModelConfig) -> list[ParameterSpec]:
     return specs
 
 
-def _quantised(config: ModelConfig, spec: ParameterSpec) -> ParameterSpec:
-    """``spec`` with the schemes of those sources that the checkpoint has quantised."""
-    assert config.quantization is not None
+def _as_written(config: ModelConfig, spec: ParameterSpec) -> ParameterSpec:
+    """``spec`` with the type that linears have in the files, and the schemes of those sources that
+    the checkpoint has quantised."""
+    if spec.is_linear or spec.num_experts:
+        spec = replace(spec, file_dtype=config.linear_dtype)
+    if config.quantization is None:
+        return spec
     modules = config.quantization.modules
     sources = tuple(
         replace(source, scheme=modules[source.module])
