@@ -88,7 +88,6 @@ def _idle(result: Result) -> Iterator[Result]:
 ROWS: dict[str, Callable[[Result], Iterable[Result]]] = {
     "cpu_engine_experts": _cpu_engine,
     "cpu_engine_peers": _cpu_engine,
-    "cpu_engine_peers_32": _cpu_engine,
     "scheduler": _scheduler,
     "idle": _idle,
 }
