@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from unittest import mock
 
 import pytest
 from support.triton_harness import Server, write_number_tokenizer
-from support.triton_stub import CountingEngine, FakePbUtils
+from support.triton_stub import CountingEngine, fake_pb_utils
 
 from inflight_backend.manager import gpt_manager
 from inflight_backend.triton import model as triton_model
@@ -24,7 +23,7 @@ def server() -> Iterator[Server]:
         tempfile.TemporaryDirectory() as name,
         mock.patch.object(triton_model, "exit_with_parent"),
         mock.patch.object(gpt_manager, "load_engine", return_value=engine),
-        mock.patch.dict(sys.modules, {"triton_python_backend_utils": FakePbUtils}),
+        fake_pb_utils(),
     ):
         write_number_tokenizer(Path(name))
         server = Server(Path(name), engine, model_name="counting")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from support.triton_harness import WAIT, responses_of
-from support.triton_stub import FakePbUtils, FakeRequest, FakeSender
+from support.triton_stub import FakeRequest, FakeSender, fake_pb_utils
 
 from inflight_backend.triton.relay_server import RelayConnection, RelayListener
 from inflight_backend.triton.relay_wire import (
@@ -39,7 +37,7 @@ def load(
         "parameters": {key: {"string_value": value} for key, value in parameters.items()},
         "model_transaction_policy": {"decoupled": is_decoupled},
     }
-    with mock.patch.dict(sys.modules, {"triton_python_backend_utils": FakePbUtils}):
+    with fake_pb_utils():
         model.initialize({"model_config": json.dumps(config), "model_name": name})  # type: ignore[attr-defined]
 
 

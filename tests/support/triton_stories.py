@@ -7,7 +7,6 @@ request, and nothing held any more when it leaves.
 from __future__ import annotations
 
 import copy
-import sys
 import tempfile
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from support.triton_harness import WAIT, Server, responses_of, wait_until
-from support.triton_stub import CountedStep, CountingEngine, FakePbUtils, FakeResponse, FakeSender
+from support.triton_stub import CountedStep, CountingEngine, FakeResponse, FakeSender, fake_pb_utils
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.manager import gpt_manager
@@ -236,7 +235,7 @@ def loaded(engine: Any, **parameters: str) -> Iterator[Server]:
         mock.patch.object(triton_model, "exit_with_parent"),
         mock.patch.object(gpt_manager, "load_engine", return_value=engine),
         mock.patch.object(frontend, "_LAST_SECONDS", WAIT),
-        mock.patch.dict(sys.modules, {"triton_python_backend_utils": FakePbUtils}),
+        fake_pb_utils(),
         tempfile.TemporaryDirectory() as folder,
     ):
         yield Server(

@@ -6,12 +6,15 @@ request is visible in the answer. The real engine and the real server have tests
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 
 from inflight_backend.engine.interface import (
     AdapterPages,
@@ -237,6 +240,15 @@ class FakePbUtils:
     MetricFamily = FakeMetricFamily
     Logger = FakeLogger
     families: dict[str, FakeMetricFamily]
+
+
+@contextmanager
+def fake_pb_utils() -> Iterator[None]:
+    """Triton's module is `FakePbUtils`. Modules that are first imported meanwhile stay, which
+    ``mock.patch.dict`` of ``sys.modules`` would take out: numba's cannot be imported twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
+        yield
 
 
 FakePbUtils.families = {}

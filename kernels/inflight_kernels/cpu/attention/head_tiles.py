@@ -198,8 +198,7 @@ def add_values(
 ):
     """Add ``count`` values by weights [heads, count] to sums [heads, steps, parts, `WIDTH`]
     float32: a part is what a step of words has, of bfloat16 two, the lower numbers of its pairs and
-    the upper ones. Whole
-    `STEPS` are written."""
+    the upper ones. Whole `STEPS` are written."""
     for first in range(0, num_words, STEPS * WIDTH):
         place, rest_words = values + first * 4, num_words - first
         head = 0
