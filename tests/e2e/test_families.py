@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,18 @@ import torch
 import transformers
 from e2e.conftest import ServeFactory
 from safetensors.torch import load_file
+from support.cache_scales import expected_logits, with_scales
 from support.calls import stream_infer, tensors_of
-from support.checkpoints import oracle_tokens
+from support.checkpoints import oracle_tokens, prompt_logits, write_checkpoint
 from support.families import VOCAB_SIZE, write_family
 from support.front_process import FrontProcess
 from support.gguf_writer import keep_float32, write_gguf
 from support.pairs import write_pair, write_tokenizer
+from support.quantized import GPT_OSS, SCHEMES, Scheme, compressed, write_quantized
 from tokenizers.pre_tokenizers import ByteLevel
 
+Reference = Callable[[list[int]], torch.Tensor]
+"""Logits [tokens, vocab] of all tokens of a text."""
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
@@ -38,8 +45,8 @@ def test_logits_of_a_prompt_are_those_of_transformers(
 
 
 _WRITTEN = Path(__file__).resolve().parents[1] / "data" / "quantized"
-_ROUNDED = ("ct_w8a8_smoothquant_gptq", "ct_fp8_kv")
-"""What linears read, or the cache."""
+_ROUNDED = {"ct_w8a8_smoothquant_gptq": 0.08, "ct_fp8_kv": 0.08, "modelopt_fp8_kv": 0.1}
+"""What linears read, or the cache: bounds of the mean, in deviations of the logits."""
 
 
 @pytest.mark.parametrize(
@@ -71,10 +78,70 @@ def test_logits_of_a_quantised_checkpoint_are_those_that_its_tool_says(
     expected = wanted["logits"]
     off = (found - expected) / expected.std()
     if row in _ROUNDED:
-        assert float(off.square().mean().sqrt()) < 0.08
+        assert float(off.square().mean().sqrt()) < _ROUNDED[row]
     else:
         assert float(off.abs().max()) < 1e-3
         assert token == int(expected[-1].argmax())
+
+
+def dequantised(scheme: Scheme, folder: Path, family: str = "") -> tuple[Path, Reference]:
+    """A quantised checkpoint, and the logits of a plain one with the same numbers: of a Llama, or
+    of the experts of ``family``."""
+    plain = folder / "plain"
+    if family:
+        write_family(plain, family)
+        pattern = re.compile(r".*experts\.(gate_up|down)_proj")
+        quantised, expected = write_quantized(plain, folder, scheme, pattern)
+    else:
+        sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+        write_checkpoint(plain, **sizes)
+        quantised, expected = write_quantized(plain, folder, scheme)
+    return quantised, partial(prompt_logits, expected)
+
+
+def with_int8_cache(folder: Path) -> tuple[Path, Reference]:
+    """The weights are plain, and keys and values rounded by scales of the checkpoint."""
+    plain = write_checkpoint(folder / "plain", num_key_value_heads=2, head_dim=32)
+    scheme = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+    config = {**compressed("pack-quantized"), "config_groups": {}, "kv_cache_scheme": scheme}
+    scaled = with_scales(plain, folder / "scaled", "int8", ("k_scale", "v_scale"), config)
+    return scaled, partial(expected_logits, plain, kind="int8")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(partial(dequantised, SCHEMES["ct-fp8-tensor-static"]), id="fp8 per tensor"),
+        pytest.param(partial(dequantised, SCHEMES["fbgemm_fp8"]), id="fbgemm_fp8"),
+        pytest.param(partial(dequantised, SCHEMES["fp8-blocks"]), id="fp8 blocks"),
+        pytest.param(partial(dequantised, GPT_OSS, family="gpt_oss"), id="mxfp4 experts"),
+        pytest.param(with_int8_cache, id="int8 cache"),
+    ],
+)
+def test_tokens_and_log_probabilities_are_those_of_the_dequantised_model(
+    serve: ServeFactory, tmp_path: Path, write: Callable[..., tuple[Path, Reference]]
+) -> None:
+    folder, reference = write(folder=tmp_path)
+    prompt = [(7 * index + 3) % 97 for index in range(24)]
+    running = serve(model=folder)
+    asked = tensors_of(
+        input_ids=prompt,
+        request_output_len=8,
+        exclude_input_in_output=True,
+        return_log_probs=True,
+        return_context_logits=True,
+    )
+    wanted = ("output_ids", "output_log_probs", "context_logits")
+    (answer,) = stream_infer(running, "tensorrt_llm", asked, wanted)
+    drawn = answer["output_ids"].flatten().tolist()
+    logits = reference(prompt + drawn)[:-1]
+    off = torch.from_numpy(answer["context_logits"][0]) - logits[: len(prompt)]
+    assert float(off.abs().max()) < 1e-3 * float(logits.std())
+    rows = logits[len(prompt) - 1 :]
+    assert drawn == rows.argmax(-1).tolist()
+    log_probs = rows.log_softmax(-1).amax(-1)
+    found = torch.from_numpy(answer["output_log_probs"].flatten())
+    assert float((found - log_probs).abs().max()) < 1e-3
 
 
 def served_logits(

@@ -122,5 +122,11 @@ def oracle_tokens(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[
 @torch.inference_mode()
 def oracle_logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     """Logits [vocab] float32 of the token that follows ``tokens``."""
-    logits: torch.Tensor = load_oracle(folder)(torch.tensor([list(tokens)])).logits[0, -1]
+    return prompt_logits(folder, tokens)[-1]
+
+
+@torch.inference_mode()
+def prompt_logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits [tokens, vocab] float32, of the token that follows each."""
+    logits: torch.Tensor = load_oracle(folder)(torch.tensor([list(tokens)])).logits[0]
     return logits.float()

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
+from support.cache_scales import expected_logits, with_scales
 from support.checkpoints import write_checkpoint
 from support.engine_driver import EngineDriver, Job
 from support.quantized import SCHEMES, compressed, set_quantization, write_quantized
-from torch.nn import functional
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.memory_plan import make_plan
@@ -25,8 +23,6 @@ from inflight_scheduler import OutputParams
 
 CONFIG = EngineConfig(device="cpu", max_batch_size=2, max_tokens_in_paged_kv_cache=64)
 PROMPT = [(7 * index + 3) % 97 for index in range(24)]
-SCALES = {"fp8": ((0.004, 0.002), (0.007, 0.009)), "int8": ((0.03, 0.02), (0.04, 0.05))}
-"""Of keys and values, by layer: the largest numbers are cut."""
 _SCHEME = {"num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
 _FP8, _INT8 = ({**_SCHEME, "type": kind} for kind in ("float", "int"))
 _IN_ATTENTION = ("k_scale", "v_scale")
@@ -38,45 +34,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers, half as many key heads as query heads."""
     folder = tmp_path_factory.mktemp("plain")
     return write_checkpoint(folder, "llama-mha", num_key_value_heads=2, head_dim=32)
-
-
-def with_scales(
-    plain: Path, folder: Path, kind: str, names: tuple[str, str], config: dict[str, Any]
-) -> Path:
-    """A copy of a checkpoint with scales of its cache."""
-    shutil.copytree(plain, folder)
-    weights = load_file(plain / "model.safetensors")
-    for layer, scales in enumerate(SCALES[kind]):
-        for name, scale in zip(names, scales, strict=True):
-            weights[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([scale])
-    save_file(weights, folder / "model.safetensors")
-    set_quantization(folder, config)
-    return folder
-
-
-def expected_logits(plain: Path, tokens: list[int], kind: str) -> torch.Tensor:
-    """transformers' of each token, whose keys and values are rounded before attention."""
-
-    def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
-        if kind == "int8":
-            return (x / scale).round().clamp(-128, 127) * scale
-        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-
-    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
-        scales = SCALES[kind][module.layer_idx]
-        key, value = (rounded(*each) for each in zip((key, value), scales, strict=True))
-        out = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=module.scaling, enable_gqa=True
-        )
-        return out.transpose(1, 2), None
-
-    transformers.AttentionInterface.register("rounded", attend)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        plain, dtype=torch.float32, attn_implementation="rounded"
-    )
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
-    return logits
 
 
 def logits(folder: Path, config: EngineConfig) -> tuple[list[int], torch.Tensor]:
