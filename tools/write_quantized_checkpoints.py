@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -36,6 +37,7 @@ PACKAGES = {
     "bitsandbytes": "bitsandbytes==0.50.2 transformers accelerate torch==2.13.0",
     "modelopt": "nvidia-modelopt[hf]==0.47.0 torch==2.13.0",
     "auto_round": "auto-round==0.16.1 torch==2.13.0",
+    "gptqmodel": "torch==2.13.0 transformers accelerate, then gptqmodel==7.6.0",
     "autoawq": "transformers torch==2.13.0, and without its requirements autoawq==0.2.9",
 }
 TARGET = Path(__file__).resolve().parents[1] / "tests" / "data" / "quantized"
@@ -343,29 +345,29 @@ def _of_modelopt() -> Writers:
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
 
-    def run(row: str, family: str, config: dict[str, Any], folder: Path) -> None:
-        model = make_model(family).to(torch.bfloat16)
+    def run(row: str, config: dict[str, Any], sizes: dict[str, Any], folder: Path) -> None:
+        model = make_model("qwen2", **sizes).to(torch.bfloat16)
         model.config.architectures = [type(model).__name__]
         tokens = torch.randint(97, (8, 32), generator=torch.Generator().manual_seed(2))
         mtq.quantize(model, config, forward_loop=lambda each: each(tokens))
         export_hf_checkpoint(model, export_dir=folder)
-        write(row, folder, family, _widened_by_modelopt(folder))
+        write(row, folder, "qwen2", _widened_by_modelopt(folder), **sizes)
 
-    rows = {
-        "modelopt_fp8_kv": (
-            "qwen2",
-            {
-                **mtq.FP8_DEFAULT_CFG,
-                "quant_cfg": [*mtq.FP8_DEFAULT_CFG["quant_cfg"], *mtq.FP8_KV_CFG["quant_cfg"]],
-            },
-        ),
-        "modelopt_nvfp4": ("qwen2", mtq.NVFP4_DEFAULT_CFG),
+    fp8_kv = [*mtq.FP8_DEFAULT_CFG["quant_cfg"], *mtq.FP8_KV_CFG["quant_cfg"]]
+    large = {"hidden_size": 128, "intermediate_size": 256}  # than a group, or a block
+    rows: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "modelopt_fp8_kv": ({**mtq.FP8_DEFAULT_CFG, "quant_cfg": fp8_kv}, {}),
+        "modelopt_fp8_block": (mtq.FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG, large),
+        "modelopt_int4_awq": (mtq.INT4_AWQ_CFG, large),
+        "modelopt_mxfp4": (mtq.MXFP4_DEFAULT_CFG, {}),
+        "modelopt_nvfp4": (mtq.NVFP4_DEFAULT_CFG, {}),
     }
-    return {row: partial(run, row, family, config) for row, (family, config) in rows.items()}
+    return {row: partial(run, row, config, sizes) for row, (config, sizes) in rows.items()}
 
 
 def _widened_by_modelopt(folder: Path) -> dict[str, Tensor]:
-    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+    """As ModelOpt's classes widen them; it has none for the bytes of INT4."""
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP4QTensor, NVFP4QTensor
 
     saved = load_file(folder / "model.safetensors")
     wide = {}
@@ -373,14 +375,25 @@ def _widened_by_modelopt(folder: Path) -> dict[str, Tensor]:
         scale = saved.get(f"{name}_scale")
         if scale is None:
             continue
-        if each.dtype == torch.uint8:
-            shape = torch.Size((each.shape[0], 2 * each.shape[1]))
-            wide[name] = NVFP4QTensor(shape, torch.float32, each).dequantize(
+        shape = torch.Size((each.shape[0], 2 * each.shape[1]))
+        if each.dtype != torch.uint8:
+            sizes = {} if scale.dim() < 4 else {"block_sizes": {-1: 128, -2: 128}}
+            scale = scale[:, 0, :, 0] if sizes else scale
+            made = FP8QTensor(each.shape, torch.float32, each).dequantize(scale=scale, **sizes)
+        elif f"{name}_scale_2" in saved:
+            made = NVFP4QTensor(shape, torch.float32, each).dequantize(
                 scale=scale, double_scale=saved[f"{name}_scale_2"], block_sizes={-1: 16}
             )
+        elif scale.dtype == torch.uint8:
+            made = MXFP4QTensor(shape, torch.float32, each).dequantize(
+                scale=scale, block_sizes={-1: 32}
+            )
         else:
-            made = FP8QTensor(each.shape, torch.float32, each)
-            wide[name] = made.dequantize(scale=scale)
+            numbers = torch.stack((each & 15, each >> 4), dim=1).flatten(0, 1).float()
+            numbers[numbers > 7] -= 16
+            made = numbers * scale.repeat_interleave(each.shape[1] // scale.shape[1], dim=1)
+        factors = saved.get(f"{name.removesuffix('weight')}pre_quant_scale")
+        wide[name] = made.float() if factors is None else made.float() * factors.float()
     return wide
 
 
@@ -414,6 +427,49 @@ def _of_auto_round() -> Writers:
         "auto_round_mixtral": ("mixtral", "auto_round", {}),
     }
     return {row: partial(run, row, *rest) for row, rest in rows.items()}
+
+
+# GPTQModel
+
+
+def _of_gptqmodel() -> Writers:
+    _made_by_packages.append("gptqmodel")
+    os.cpu_count = lambda: 8  # its pools want more workers than two processors are given
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+    tokens = torch.randint(97, (32, 64), generator=torch.Generator().manual_seed(2)).tolist()
+    texts = [{"input_ids": each, "attention_mask": [1] * 64} for each in tokens]
+
+    def run(row: str, settings: dict[str, Any], sizes: dict[str, Any], folder: Path) -> None:
+        plain, saved = folder / "plain", folder / "saved"
+        make_model("qwen2", **sizes).to(torch.bfloat16).save_pretrained(plain)
+        _tokenizer().save_pretrained(plain)
+        backend = BACKEND.AWQ_TORCH if "awq" in row else BACKEND.GPTQ_TORCH
+        config = QuantizeConfig(bits=4, group_size=32, **settings)
+        model = GPTQModel.load(str(plain), config, device="cpu")
+        model.quantize(texts, batch_size=4, backend=backend)
+        model.save(str(saved))
+        content = json.loads((saved / "config.json").read_text())
+        del content["quantization_config"]["meta"]["offload_to_disk_path"]  # of this machine
+        (saved / "config.json").write_text(json.dumps(content, indent=2))
+        again = GPTQModel.load(str(saved), backend=backend, device="cpu")
+        wide, tensors = {}, load_file(saved / "model.safetensors")
+        for name, module in again.model.named_modules():
+            if hasattr(module, "qweight"):  # whose scales have been rounded while it was loaded
+                module.scales.data = tensors[f"{name}.scales"].float()
+                packed = module.qweight, module.qzeros, module.scales
+                is_awq = settings.get("method") == "awq"
+                made = dequantize_gemm(*packed, 4, 32) if is_awq else module.dequantize_weight()
+                wide[f"{name}.weight"] = made.float().t()
+        write(row, saved, "qwen2", wide, **sizes)
+
+    order = {"desc_act": True, "act_group_aware": False, "format": "gptq_v2"}
+    large = {"hidden_size": 128, "intermediate_size": 256}  # AWQ's search wants 64 rows of each
+    return {
+        "gptqmodel_v2_order": partial(run, "gptqmodel_v2_order", order, {}),
+        "gptqmodel_awq": partial(run, "gptqmodel_awq", {"method": "awq", "format": "gemm"}, large),
+    }
 
 
 # AutoAWQ: its packing, since its search for scales wants an accelerator and an older transformers
@@ -475,6 +531,7 @@ _TOOLS = {
     "bitsandbytes": _of_bitsandbytes,
     "modelopt": _of_modelopt,
     "auto_round": _of_auto_round,
+    "gptqmodel": _of_gptqmodel,
     "autoawq": _of_autoawq,
 }
 

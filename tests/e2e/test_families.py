@@ -62,6 +62,8 @@ _ROUNDED = {"ct_w8a8_smoothquant_gptq": 0.08, "ct_fp8_kv": 0.08, "modelopt_fp8_k
         "ct_nvfp4",
         "ct_mxfp4",
         "modelopt_nvfp4",
+        "modelopt_int4_awq",
+        "gptqmodel_v2_order",
         "gptq_asymmetric",
         "ct_mixed",
         "ct_mixtral_w4a16",
@@ -93,7 +95,7 @@ def dequantised(scheme: Scheme, folder: Path, family: str = "") -> tuple[Path, R
         pattern = re.compile(r".*experts\.(gate_up|down)_proj")
         quantised, expected = write_quantized(plain, folder, scheme, pattern)
     else:
-        sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+        sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
         write_checkpoint(plain, **sizes)
         quantised, expected = write_quantized(plain, folder, scheme)
     return quantised, partial(prompt_logits, expected)

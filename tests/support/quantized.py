@@ -306,14 +306,14 @@ def mxfp4(values: str, scales: str) -> Make:
     return make
 
 
-def nvfp4(values: str, scale: str, *, divides: bool) -> Make:
-    """Scales in FP8 for 16 columns each, and one of the weight, under those names."""
+def nvfp4(values: str, scale: str, *, divides: bool, size: int = 16) -> Make:
+    """Scales in FP8 for ``size`` columns each, and one of the weight, under those names."""
 
     def make(_: str, weight: Tensor) -> Made:
-        groups = weight.reshape(len(weight), -1, 16).abs().amax(2) / 6
+        groups = weight.reshape(len(weight), -1, size).abs().amax(2) / 6
         whole = groups.max() / 448
         scales = (groups / whole).to(FP8)
-        packed, wide = _fp4(weight.contiguous(), 16, scales.float() * whole)
+        packed, wide = _fp4(weight.contiguous(), size, scales.float() * whole)
         found = (1 / whole).reshape(1) if divides else whole
         tensors = {values: packed, "weight_scale": scales, scale: found}
         return tensors | {"input_scale" if divides else "input_global_scale": torch.ones(1)}, wide
@@ -479,6 +479,10 @@ SCHEMES |= {
             "ignore": ["lm_head", "model.layers.0.mlp.gate*"],
             "producer": {"name": "modelopt", "version": "0.47"},
         },
+    ),
+    "modelopt-nvfp4-groups-of-32": Scheme(
+        nvfp4("weight", "weight_scale_2", divides=False, size=32),
+        {"quant_method": "modelopt", "quant_algo": "W4A8_NVFP4_FP8", "ignore": ["lm_head"]},
     ),
     "ct-mxfp4": Scheme(
         mxfp4("weight_packed", "weight_scale"),

@@ -475,6 +475,7 @@ class Engine:
         elif self.config.attention_backend == COMPILED:
             for batch in compiling_batches(self.config):
                 self.execute(batch)
+            give_back_freed_memory()
 
     def memory_usage(self) -> MemoryUsage:
         """See `StepEngine`."""

@@ -28,6 +28,9 @@ CONFIG = EngineConfig(
 _ROUNDS = {"ct_w8a8_smoothquant_gptq": 0.08, "ct_fp8_kv": 0.08, "modelopt_fp8_kv": 0.1}
 """Activations become integers, or a cache FP8: bounds of the mean, in deviations of the logits."""
 
+_TOLD_BY_TENSORS = ("modelopt_int4_awq",)
+"""Which linears are widened, since their columns have factors."""
+
 
 def difference(row: str, config: EngineConfig) -> tuple[float, float]:
     """The largest and the root of the mean square, in units of the deviation."""
@@ -70,7 +73,7 @@ def test_memory_is_what_is_planned(row: str) -> None:
     assert make_plan(DATA / row, config).weight_bytes == taken
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in _TOLD_BY_TENSORS])
 def test_memory_is_planned_by_what_config_json_says(tmp_path: Path, row: str) -> None:
     """Of a checkpoint on the Hub whose weights are not here, nor the scales of a cache. (One says
     float32 of tables in float16.)"""

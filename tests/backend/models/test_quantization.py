@@ -606,7 +606,10 @@ def test_rounding_at_load_goes_with_any_layout(tmp_path: Path, family: str) -> N
         ({"quant_method": "auto-round", "bits": 2}, "bits 2 is not supported; supported: 4, 8"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type 'int4' is no"),
         ({"quant_method": "bitsandbytes"}, "load_in_4bit or load_in_8bit must be true"),
-        ({"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; supported: FP8, FP"),
+        (
+            {"quant_algo": "NVFP4_SVD"},
+            "quant_algo 'NVFP4_SVD' is not supported; supported: FP8, FP",
+        ),
         ({"quant_method": "mxfp4", "group_size": 32}, "group_size is not supported; supported: q"),
         (
             compressed("mxfp4-pack-quantized", 4, "group", group_size=16),
@@ -745,9 +748,9 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path, plain: Path) -
     content = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     (folder / "hf_quant_config.json").write_text(json.dumps(content))
     assert difference(folder, expected) < 1e-4
-    content["quantization"]["quant_algo"] = "W4A8_AWQ"
+    content["quantization"]["quant_algo"] = "NVFP4_SVD"
     (folder / "hf_quant_config.json").write_text(json.dumps(content))
-    message = r"^hf_quant_config\.json: quantization: quant_algo 'W4A8_AWQ'"
+    message = r"^hf_quant_config\.json: quantization: quant_algo 'NVFP4_SVD'"
     with pytest.raises(CheckpointError, match=message):
         make_plan(folder, CONFIG)
 
@@ -782,9 +785,9 @@ def test_modelopt_may_say_it_of_each_linear(tmp_path: Path, plain: Path) -> None
     )
     folder, expected = write_quantized(plain, tmp_path, scheme)
     assert difference(folder, expected) < 1e-4
-    config["quantized_layers"]["model.layers.0.mlp.up_proj"]["quant_algo"] = "W4A8_AWQ"
+    config["quantized_layers"]["model.layers.0.mlp.up_proj"]["quant_algo"] = "NVFP4_SVD"
     set_quantization(folder, config)
-    message = "layers.0.mlp.up_proj: quant_algo 'W4A8_AWQ' is not supported; supported: FP8, "
+    message = "layers.0.mlp.up_proj: quant_algo 'NVFP4_SVD' is not supported; supported: FP8, "
     with pytest.raises(CheckpointError, match=re.escape(message)):
         make_plan(folder, CONFIG)
 

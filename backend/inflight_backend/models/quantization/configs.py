@@ -19,7 +19,12 @@ from inflight_backend.models.quantization.keys import (
     choose_number,
     left_out,
 )
-from inflight_backend.models.quantization.schemes import Quantization, Rule, Scheme
+from inflight_backend.models.quantization.schemes import (
+    SEEN_IN_TENSORS,
+    Quantization,
+    Rule,
+    Scheme,
+)
 
 KEY = "quantization_config"
 _FIRST_KEY = "compression_config"
@@ -125,12 +130,15 @@ def _read_fp8(reader: JsonReader) -> tuple[Rule, ...]:
 def _read_modelopt(reader: JsonReader) -> tuple[Rule, ...]:
     """What ``quant_algo`` says; with MIXED_PRECISION what ``quantized_layers`` say of each linear,
     whose tensors differ."""
+    reader = _with_upper_case(reader)
     algorithm = choose(reader, "quant_algo", *_OF_MODELOPT, "MIXED_PRECISION")
     check_keys(
         reader,
         *NOT_QUANTISED,
         "quant_algo",
         "group_size",
+        "has_zero_point",
+        "pre_quant_scale",
         "quantized_layers",
         "kv_cache_quant_algo",
         "kv_cache_scheme",
@@ -144,7 +152,8 @@ def _read_modelopt(reader: JsonReader) -> tuple[Rule, ...]:
     named: dict[Scheme, list[str]] = {}
     layers = reader.section("quantized_layers")
     for name in layers:
-        named.setdefault(_read_layer(layers.section(name)), []).append(name)
+        layer = _with_upper_case(layers.section(name))
+        named.setdefault(_read_layer(layer), []).append(name)
     return tuple(Rule(scheme, tuple(names)) for scheme, names in named.items())
 
 
@@ -152,15 +161,32 @@ _OF_MODELOPT = {
     "FP8": Scheme("float8", 8, quantizes_input=True),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("float8", 8, quantizes_input=True),
     "MXFP8": Scheme("float8", 8, group_size=32),
-    "NVFP4": Scheme("modelopt-nvfp4", 4, group_size=16),
-    "W4A16_NVFP4": Scheme("modelopt-nvfp4", 4, group_size=16),
+    "FP8_PB_WO": Scheme("float8", 8, group_size=128, block_rows=128),
+    "W8A16": Scheme("int8", 8),
+    "W8A8_SQ_PER_CHANNEL": Scheme("int8", 8, quantizes_input=True),
+    **dict.fromkeys(
+        ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "NVFP4_AWQ"),
+        Scheme("modelopt-nvfp4", 4, group_size=16),
+    ),
+    **dict.fromkeys(("W4A16_AWQ", "W4A8_AWQ"), Scheme("modelopt-int4", 4, group_size=128)),
+    **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), Scheme("modelopt-mxfp4", 4, group_size=32)),
 }
+"""Sizes of groups are the usual ones: others are seen in the tensors."""
+
+
+def _with_upper_case(reader: JsonReader) -> JsonReader:
+    """ModelOpt writes some of its algorithms in small letters."""
+    if "quant_algo" not in reader:
+        return reader
+    return reader.with_values(quant_algo=reader.text("quant_algo").upper())
 
 
 def _read_layer(reader: JsonReader) -> Scheme:
     scheme = _OF_MODELOPT[choose(reader, "quant_algo", *_OF_MODELOPT)]
-    if scheme.group_size is not None and "group_size" in reader:
-        choose_number(reader, "group_size", scheme.group_size)
+    if reader.boolean("has_zero_point", default=False):
+        reader.fail("has_zero_point", "true is not supported")
+    if scheme.layout not in SEEN_IN_TENSORS and "group_size" in reader:
+        choose_number(reader, "group_size", scheme.group_size or 0)
     return scheme
 
 

@@ -26,7 +26,8 @@ class PackedWeight:
     ``order`` [columns] int32: the columns of the weight
     in the order in which ``values`` has them. ``dtype``: in which the linear answers.
     ``codebook`` [16] float32: the numbers of 4 bits are its indices (FP4, NF4), and there are no
-    zeros.
+    zeros. ``factors`` [columns]: what each column is multiplied by, of one that is on its way to be
+    widened (`Scheme.has_factors`).
     """
 
     values: Tensor
@@ -38,6 +39,7 @@ class PackedWeight:
     quantizes_input: bool = False
     codebook: Tensor | None = None
     first_zero: int = 0
+    factors: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -118,8 +120,12 @@ class PackedWeight:
             elif zeros is not None:
                 zeros = _columns(zeros, ranges, size)
         group_size = self.group_size if num_groups > 1 else values.shape[1] * per_byte
+        factors = self.factors
+        if factors is not None:
+            factors = torch.cat([factors[start:end] for start, end in ranges])
         return replace(
             self,
+            factors=factors,
             values=values.view(self.values.dtype),
             scales=scales,
             zeros=zeros,

@@ -98,6 +98,8 @@ def dequantize(weight: PackedWeight) -> Tensor:
     )
     if weight.order is not None:
         wide = torch.empty_like(wide).index_copy_(1, weight.order.long(), wide)
+    if weight.factors is not None:
+        wide = wide * weight.factors.to(wide)
     return wide.to(weight.dtype)
 
 

@@ -12,7 +12,7 @@ from inflight_backend.errors import CheckpointError
 from inflight_backend.models.checkpoint_files import TensorHeader
 
 _OF_CODEBOOK = (
-    *("mxfp4", "mxfp4-blocks", "nvfp4", "modelopt-nvfp4", "bnb4"),
+    *("mxfp4", "mxfp4-blocks", "modelopt-mxfp4", "nvfp4", "modelopt-nvfp4", "bnb4"),
     *("IQ4_NL", "IQ4_XS", "MXFP4"),
 )
 _KERNEL_COLUMNS = (
@@ -32,6 +32,8 @@ class Scheme:
     group); FP8 only where a device multiplies it. ``scales``: the end of the name of the tensor
     that holds them. ``scale_dtype``: of these in the files, of integers of 4 bits, if that is
     float16 or bfloat16: compiled products (`kept_scales`) widen them in registers.
+    ``has_factors``: what the linear reads is multiplied by a number for each column first, which
+    the weight is here instead, while it is widened.
     """
 
     layout: str
@@ -44,6 +46,7 @@ class Scheme:
     quantizes_input: bool = False
     scales: str = "weight_scale"
     scale_dtype: str = ""
+    has_factors: bool = False
 
     @property
     def is_float(self) -> bool:
@@ -52,8 +55,9 @@ class Scheme:
 
     def stays_packed(self, backend: str) -> bool:
         """Whether memory holds what the file does, for that ``attention_backend``. That in plain
-        torch has no product of FP8: widening it for each one takes ten times as long."""
-        return backend != "torch" or not self.is_float
+        torch has no product of FP8: widening it for each one takes ten times as long. A factor for
+        each column goes into no scale that columns share."""
+        return not self.has_factors and (backend != "torch" or not self.is_float)
 
     @property
     def has_codebook(self) -> bool:
@@ -177,19 +181,24 @@ GGUF_SCHEMES = {
 """By type: how memory holds the numbers of GGUF's blocks (`blocks`). Numbers of 2 and 3 bits take
 4, those of 5 and 6 take 8."""
 
+_OF_MODELOPT = ("modelopt-nvfp4", "modelopt-mxfp4", "modelopt-int4")
+SEEN_IN_TENSORS = ("modelopt-nvfp4", "modelopt-int4")
+"""Layouts whose groups have any size, which config.json need not say."""
 _MARKS: dict[tuple[str, str], tuple[str, ...]] = {
     (".weight", "F8_E4M3"): ("float8",),
     (".weight", "I8"): ("int8", "bnb8"),
     (".weight.absmax", "F32"): ("bnb4",),
     (".weight.absmax", "U8"): ("bnb4",),
     (".weight_packed", "I32"): ("packed",),
-    (".weight", "U8"): ("modelopt-nvfp4", "bnb4"),
+    (".weight", "U8"): (*_OF_MODELOPT, "bnb4"),
     (".weight_packed", "U8"): ("mxfp4", "nvfp4"),
     (".qweight", "I32"): ("awq", "gptq"),
     ("_blocks", "U8"): ("mxfp4-blocks",),
 }
 """Tensors that only a quantised linear has, by the ends of their names and their types, and the
 layouts that have them."""
+FACTORS = "pre_quant_scale"
+"""The end of the name of `Scheme.has_factors`: ModelOpt's, of AWQ and SmoothQuant."""
 HALVES = {"F16": "float16", "BF16": "bfloat16"}
 _SCALES = {"packed": "weight_scale", "awq": "scales", "gptq": "scales"}
 _STACKS = {"F8_E4M3": ("float8",), "U8": ("modelopt-nvfp4",)}
@@ -226,6 +235,17 @@ def _block_size(headers: Mapping[str, TensorHeader], module: str) -> int:
 
 
 _USUAL_BLOCK = 64
+
+
+def _size_seen(headers: Mapping[str, TensorHeader], module: str, scheme: Scheme) -> int | None:
+    """The columns that share a scale, as many as there are scales of a row; the usual number where
+    these do not fit, which is told later."""
+    weight, scales = (headers.get(f"{module}.{end}") for end in ("weight", "weight_scale"))
+    if weight is None or scales is None or len(weight.shape) != 2 or len(scales.shape) != 2:
+        return scheme.group_size
+    columns = weight.shape[1] * (1 if scheme.layout == "modelopt-int4" else 2)
+    groups = scales.shape[1]
+    return columns // groups if groups and columns % groups == 0 else scheme.group_size
 
 
 def _covers(name: str, module: str) -> bool:
@@ -269,6 +289,10 @@ class Quantization:
                     scheme = replace(scheme, scales=_name_of_scales(headers, module, scheme.scales))
                 if scheme.layout == "bnb4":
                     scheme = replace(scheme, group_size=_block_size(headers, module))
+                if scheme.layout in SEEN_IN_TENSORS:
+                    scheme = replace(scheme, group_size=_size_seen(headers, module, scheme))
+                if f"{module}.{FACTORS}" in headers:
+                    scheme = replace(scheme, has_factors=True)
                 if (of_scales := _SCALES.get(scheme.layout)) and scheme.bits == 4:
                     stored = headers.get(f"{module}.{of_scales}")
                     dtype = "" if stored is None else HALVES.get(stored.dtype, "")

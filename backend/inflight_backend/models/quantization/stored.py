@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from inflight_backend.models.quantization.schemes import GGUF_SCHEMES, Scheme
+from inflight_backend.models.quantization.schemes import FACTORS, GGUF_SCHEMES, Scheme
 
 _Shape = tuple[int, ...]
 WIDE = ("F32", "F16", "BF16")
@@ -38,13 +38,19 @@ class Stored:
 
 def stored_tensors(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
     """By the ends of their names, for a weight [rows, columns]."""
-    return _LAYOUTS[scheme.layout](scheme, rows, columns)
+    stored = _LAYOUTS[scheme.layout](scheme, rows, columns)
+    if scheme.has_factors:
+        stored[FACTORS] = Stored(((columns,),), scale="finite")
+    return stored
 
 
 def _float8(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
     scales: tuple[_Shape, ...] = ((rows, 1), (1,), (), (1, 1), (rows,))
     if scheme.group_size is not None:
-        scales = ((-(-rows // scheme.block_rows), scheme.num_groups(columns)),)
+        of_rows, of_columns = -(-rows // scheme.block_rows), scheme.num_groups(columns)
+        scales = ((of_rows, of_columns), (of_rows, 1, of_columns, 1))
+        if of_rows * of_columns == 1:
+            scales = (*scales, ())
     return {
         "weight": Stored(((rows, columns),), ("F8_E4M3",)),
         scheme.scales: Stored(scales, (*WIDE, *_EXPONENTS), scale="0 or above"),
@@ -83,13 +89,19 @@ def _packed(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
     return stored
 
 
-def _mxfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
+def _mxfp4(
+    scheme: Scheme, rows: int, columns: int, values: str = "weight_packed"
+) -> dict[str, Stored]:
     return {
-        "weight_packed": Stored(((rows, columns // 2),), ("U8",)),
+        values: Stored(((rows, columns // 2),), ("U8",)),
         "weight_scale": Stored(
             ((rows, scheme.num_groups(columns)),), _EXPONENTS, scale="0 or above"
         ),
     }
+
+
+def _modelopt_mxfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
+    return _mxfp4(scheme, rows, columns, "weight")
 
 
 def _mxfp4_blocks(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
@@ -117,6 +129,16 @@ def _modelopt_nvfp4(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored
         "weight": Stored(((rows, columns // 2),), ("U8",)),
         "weight_scale": _scales_in_fp8(scheme, rows, columns),
         "weight_scale_2": Stored(((), (1,)), ("F32",), scale="0 or above"),
+    }
+
+
+def _modelopt_int4(scheme: Scheme, rows: int, columns: int) -> dict[str, Stored]:
+    """Numbers of two rows in a byte; the second scale is of what FP8 would be made of them for
+    inputs in FP8."""
+    return {
+        "weight": Stored(((rows // 2, columns),), ("U8",)),
+        "weight_scale": Stored(((rows, scheme.num_groups(columns)),), scale="0 or above"),
+        "weight_scale_2": Stored(((), (1,)), is_optional=True),
     }
 
 
@@ -195,6 +217,8 @@ _LAYOUTS = {
     "mxfp4-blocks": _mxfp4_blocks,
     "nvfp4": _nvfp4,
     "modelopt-nvfp4": _modelopt_nvfp4,
+    "modelopt-mxfp4": _modelopt_mxfp4,
+    "modelopt-int4": _modelopt_int4,
     "bnb4": _bnb4,
     "bnb8": _bnb8,
     "awq": _awq,

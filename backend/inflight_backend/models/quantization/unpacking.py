@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.quantization.blocks import unpack_blocks
 from inflight_backend.models.quantization.forms import E2M1, PackedWeight, pack_zeros
-from inflight_backend.models.quantization.schemes import GGUF_SCHEMES, Scheme
+from inflight_backend.models.quantization.schemes import FACTORS, GGUF_SCHEMES, Scheme
 from inflight_backend.models.quantization.stored import QUANT_STATE
 from inflight_kernels import reference
 
@@ -25,7 +26,8 @@ def unpack(
     ``dtype``; `CheckpointError` says what numbers cannot be."""
     if scheme.layout in GGUF_SCHEMES:
         return unpack_blocks(scheme, tensors["weight"], dtype)
-    return _LAYOUTS[scheme.layout](scheme, tensors, shape, dtype)
+    packed = _LAYOUTS[scheme.layout](scheme, tensors, shape, dtype)
+    return replace(packed, factors=tensors[FACTORS]) if scheme.has_factors else packed
 
 
 def check_scales(name: str, scales: Tensor, bound: str) -> None:
@@ -49,6 +51,7 @@ def _float8(
     if scheme.group_size is None:
         scales = _row_scales(scales, rows)
     else:
+        scales = scales.reshape(-1, scheme.num_groups(columns))
         scales = scales.repeat_interleave(scheme.block_rows, dim=0)[:rows]
     group_size = scheme.group_size or columns
     return PackedWeight(
@@ -113,6 +116,20 @@ def _modelopt_nvfp4(
 ) -> PackedWeight:
     scales = tensors["weight_scale"].float() * tensors["weight_scale_2"]
     return _codes(scheme, tensors["weight"], scales, dtype)
+
+
+def _modelopt_mxfp4(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    return _codes(scheme, tensors["weight"], tensors["weight_scale"], dtype)
+
+
+def _modelopt_int4(
+    scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> PackedWeight:
+    """The even row is in the low bits. Numbers are from -8, in two's complement."""
+    values = reference.unpack_nibbles(tensors["weight"].t().contiguous()).t() ^ 8
+    return _integers(scheme, values, tensors["weight_scale"], None, None, dtype)
 
 
 def _codes(scheme: Scheme, values: Tensor, scales: Tensor, dtype: torch.dtype) -> PackedWeight:
@@ -282,6 +299,8 @@ _LAYOUTS = {
     "mxfp4-blocks": _mxfp4_blocks,
     "nvfp4": _nvfp4,
     "modelopt-nvfp4": _modelopt_nvfp4,
+    "modelopt-mxfp4": _modelopt_mxfp4,
+    "modelopt-int4": _modelopt_int4,
     "bnb4": _bnb4,
     "bnb8": _bnb8,
     "awq": _awq,
