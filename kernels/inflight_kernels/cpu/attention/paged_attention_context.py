@@ -35,7 +35,7 @@ from inflight_kernels.cpu.intrinsics import (
 )
 from inflight_kernels.cpu.threads import Kernel, Stage
 
-_LANES = 3 * WIDTH
+_LANES = 6 * WIDTH
 _KEYS = 64
 _ROW = 4 * _LANES
 """Bytes of a number of each lane."""
@@ -139,9 +139,9 @@ def _moved(layout, row, panel):
 
 
 @njit(**FAST)
-def _score_keys(like, layout, num_steps, num_keys):
-    """``out``: keys [keys, steps] times all lanes."""
-    for panel in range(0, _LANES // WIDTH, _PANELS):
+def _score_keys(like, layout, num_steps, num_keys, num_panels):
+    """``out``: keys [keys, steps] times lanes, whole `_PANELS` of them."""
+    for panel in range(0, num_panels, _PANELS):
         key = 0
         while key + _KEYS_HIGH <= num_keys:
             _score_tile(like, _moved(layout, key, panel), num_steps)
@@ -246,7 +246,7 @@ def _begin(call, memory, start, first_position, first_row, count, kv_head, width
 
 
 @njit(**FAST)
-def _score(call, memory, table, kv_head, base, begin, end, width, like):
+def _score(call, memory, table, kv_head, base, begin, end, num_panels, width, like):
     """Products of all rows with the keys from ``begin`` to ``end``."""
     per_block = call.tokens_per_block
     while begin < end:
@@ -256,7 +256,7 @@ def _score(call, memory, table, kv_head, base, begin, end, width, like):
             np.int64(4), memory.queries, np.int64(64), np.int64(_ROW),
             memory.scores + (begin - base) * _ROW, np.int64(_ROW),
         )  # fmt: skip
-        _score_keys(like, layout, call.size * width // 4, count)
+        _score_keys(like, layout, call.size * width // 4, count, num_panels)
         begin += count
 
 
@@ -270,14 +270,14 @@ def _cap(memory, first, end, scale, softcap):
 
 
 @njit(**FAST)
-def _bias(call, memory, begin, end, base, scale):
+def _bias(call, memory, begin, end, base, num_panels, scale):
     """Scale scores and add slopes, if there are any, and mask keys if a lane does not see them;
     what scores are to be multiplied by after it, which is the same for all keys of a layer."""
     positions, firsts = _counts(memory.positions), _counts(memory.firsts)
     is_masked = end > np.int64(positions[0]) + 1 or begin < np.int64(firsts[_LANES - 1])
     own, rest = (np.float32(1), scale) if call.slopes == 0 else (scale, np.float32(1))
     if is_masked or call.slopes != 0:
-        for lane in range(0, _ROW, 64):
+        for lane in range(0, num_panels * 64, 64):
             bias_scores(
                 memory.scores + (begin - base) * _ROW + lane, np.int64(_ROW), begin, end, own,
                 memory.firsts + lane, memory.positions + lane, memory.slopes + lane,
@@ -286,12 +286,12 @@ def _bias(call, memory, begin, end, base, scale):
 
 
 @njit(**FAST)
-def _correct(call, memory):
+def _correct(call, memory, num_lanes):
     """Multiply what was summed by what its lane's new peak makes of it."""
     size, factors, totals = _padded(call.size), _lanes(memory.factors), _lanes(memory.totals)
-    for lane in range(_LANES):
+    for lane in range(num_lanes):
         totals[lane] *= factors[lane]
-    for lane in range(_LANES):
+    for lane in range(num_lanes):
         if factors[lane] != np.float32(1):
             sums = array_at(memory.sums + lane * size * 4, size, np.float32(0))
             for i in range(size):
@@ -299,14 +299,14 @@ def _correct(call, memory):
 
 
 @njit(**FAST)
-def _soften(call, memory, begin, end, base, scale, softcap, like):
+def _soften(call, memory, begin, end, base, num_panels, scale, softcap, like):
     """Scores become weights, and what was summed before is corrected by the new peaks. A key that
     is missing in a pair has none."""
     first, last = begin - base, end - base
     if softcap > 0:
         _cap(memory, first, last, scale, softcap)
         scale = np.float32(1)
-    scale = _bias(call, memory, begin, end, base, scale)
+    scale = _bias(call, memory, begin, end, base, num_panels, scale)
     if first % 2:
         first -= 1
         _lanes(memory.scores + first * _ROW)[:] = np.float32(UNSEEN)
@@ -315,13 +315,13 @@ def _soften(call, memory, begin, end, base, scale, softcap, like):
         last += 1
     num_pairs = (last - first) // 2
     scores, weights = memory.scores + first * _ROW, memory.weights + first // 2 * _ROW
-    for lane in range(0, _ROW, 64):
+    for lane in range(0, num_panels * 64, 64):
         raise_peaks(
             scores + lane, np.int64(_ROW), num_pairs, scale, memory.peaks + lane,
             memory.factors + lane,
         )  # fmt: skip
-    _correct(call, memory)
-    for lane in range(0, _ROW, 64):
+    _correct(call, memory, num_panels * WIDTH)
+    for lane in range(0, num_panels * 64, 64):
         weigh(
             like, scores + lane, np.int64(_ROW), num_pairs, scale, memory.peaks + lane,
             memory.totals + lane, weights + lane,
@@ -430,14 +430,15 @@ def _attend(call, memory, sequence, kv_head, first_row, options, width, like):
         max(length - 1, 0) // call.tokens_per_block + 1,
         np.int32(0),
     )
+    num_panels = (count + WIDTH - 1) // WIDTH
     num_rows = (count + _ROWS_HIGH - 1) // _ROWS_HIGH * _ROWS_HIGH
     key = np.int64(_counts(memory.firsts)[0])
     past_last = np.int64(_counts(memory.positions)[_LANES - 1]) + 1
     while key < past_last:
         base = key // _KEYS * _KEYS
         end = min(base + _KEYS, past_last)
-        _score(call, memory, table, kv_head, base, key, end, width, like)
-        _soften(call, memory, key, end, base, scale, softcap, like)
+        _score(call, memory, table, kv_head, base, key, end, num_panels, width, like)
+        _soften(call, memory, key, end, base, num_panels, scale, softcap, like)
         if width == 2:
             _add_pairs(call, memory, table, kv_head, base, key, end, num_rows, like)
         else:
