@@ -24,6 +24,7 @@ from inflight_kernels.cpu.intrinsics import (
     WIDTH,
     halves,
     load_words,
+    loop,
     multiply_add,
     multiply_add_pairs,
     pointer_to,
@@ -37,26 +38,6 @@ KEYS = 4
 _MOST_HEADS = 4
 STEPS = 2
 """Of a head that are added up side by side."""
-
-
-def _loop(builder, count, totals, body):
-    """``body(index, totals)`` gives the next ones, ``count`` times (once or more)."""
-    begin, loop = builder.block, builder.append_basic_block("loop")
-    end = builder.append_basic_block("end")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    index, held = builder.phi(I64), [builder.phi(each.type) for each in totals]
-    index.add_incoming(ir.Constant(I64, 0), begin)
-    for each, total in zip(held, totals, strict=True):
-        each.add_incoming(total, begin)
-    found = body(index, held)
-    following = builder.add(index, ir.Constant(I64, 1))
-    index.add_incoming(following, builder.block)
-    for each, total in zip(held, found, strict=True):
-        each.add_incoming(total, builder.block)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, end)
-    builder.position_at_end(end)
-    return found
 
 
 def _far(builder, address, stride, index):
@@ -101,7 +82,7 @@ def _make_score(num_heads: int):
             num_steps = builder.sdiv(
                 builder.add(num_words, ir.Constant(I64, WIDTH - 1)), ir.Constant(I64, WIDTH)
             )
-            sums = sum_lanes(builder, _loop(builder, num_steps, zeros, add))
+            sums = sum_lanes(builder, loop(builder, num_steps, zeros, add))
             kind = ir.VectorType(F32, KEYS)
             for head in range(num_heads):
                 lanes = [head * KEYS + key for key in range(KEYS)]
@@ -154,7 +135,7 @@ def _make_add_values(num_heads: int):
 
             num_sums = STEPS * num_parts
             zeros = [ir.Constant(FLOATS, [0.0] * WIDTH)] * (num_heads * num_sums)
-            for index, total in enumerate(_loop(builder, count, zeros, add)):
+            for index, total in enumerate(loop(builder, count, zeros, add)):
                 head, part = divmod(index, num_sums)
                 place = _far(builder, sums, sums_row, ir.Constant(I64, head))
                 place = builder.add(place, ir.Constant(I64, part * STEP_BYTES))

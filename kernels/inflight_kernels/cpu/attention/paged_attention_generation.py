@@ -19,14 +19,20 @@ from numba import carray, njit, types
 from torch import Tensor
 
 from inflight_kernels.cpu.attention.head_tiles import KEYS, STEP_BYTES, STEPS, add_values, score
-from inflight_kernels.cpu.attention.heads import LayerAttention, first_seen, prepare, write
+from inflight_kernels.cpu.attention.heads import (
+    LayerAttention,
+    fetch_block,
+    first_seen,
+    place_of,
+    prepare,
+    write,
+)
 from inflight_kernels.cpu.intrinsics import (
     FAST,
     WIDTH,
     array_at,
     exp,
     finish_piece,
-    prefetch_at,
     put,
     take_next,
 )
@@ -276,27 +282,6 @@ def _soften_all(call, memory, kv_head, distance, num_tokens, scale, softcap):
 
 
 @njit(**FAST)
-def _place(call, table, kv_head, position, width):
-    """How far the key of a position is from the first of the cache."""
-    block = np.int64(table[position // call.tokens_per_block])
-    at = block * call.block_stride + position % call.tokens_per_block * call.token_stride
-    return at + kv_head * call.size * width
-
-
-@njit(**FAST)
-def _fetch(call, cache, table, kv_head, position, end, width):
-    """Read the rest of a block into the caches; lines of a head are too far apart for the CPU to
-    guess them."""
-    if position < end:
-        per_block = call.tokens_per_block
-        row = cache + _place(call, table, kv_head, position, width)
-        for _ in range(min(per_block - position % per_block, end - position)):
-            for line in range(0, call.size * width, 64):
-                prefetch_at(row + line)
-            row += call.token_stride
-
-
-@njit(**FAST)
 def _attend(call, memory, sequence, kv_head, position, options, width, like):
     """Go over what the sequence sees, `_KEYS` positions at a time, each block of them by itself."""
     scale, softcap = options
@@ -310,14 +295,14 @@ def _attend(call, memory, sequence, kv_head, position, options, width, like):
     while first <= position:
         end = min(first + _KEYS, position + 1)
         at = first
-        _fetch(call, call.keys, table, kv_head, at, end, width)
+        fetch_block(call, call.keys, table, kv_head, at, end, width)
         while at < end:
             count = min(per_block - at % per_block, end - at)
-            _fetch(call, call.keys, table, kv_head, at + count, position + 1, width)
-            _fetch(call, values, table, kv_head, at, end, width)
+            fetch_block(call, call.keys, table, kv_head, at + count, position + 1, width)
+            fetch_block(call, values, table, kv_head, at, end, width)
             score(
-                like, call.keys + _place(call, table, kv_head, at, width), stride, count, num_words,
-                memory.query, memory.query_row, memory.scores + (at - first) * 4,
+                like, call.keys + place_of(call, table, kv_head, at, width), stride, count,
+                num_words, memory.query, memory.query_row, memory.scores + (at - first) * 4,
                 memory.scores_row, group,
             )  # fmt: skip
             at += count
@@ -327,7 +312,7 @@ def _attend(call, memory, sequence, kv_head, position, options, width, like):
         while at < end:
             count = min(per_block - at % per_block, end - at)
             add_values(
-                like, values + _place(call, table, kv_head, at, width), stride, count, num_words,
+                like, values + place_of(call, table, kv_head, at, width), stride, count, num_words,
                 memory.scores + (at - first) * 4, memory.scores_row, memory.sums, memory.sums_row,
                 group, 4 // width,
             )  # fmt: skip
