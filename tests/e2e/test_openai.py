@@ -482,13 +482,16 @@ def wait_until_not_ready(http: httpx.Client) -> None:
 
 
 @pytest.mark.slow
-def test_a_missing_a_draining_and_a_killed_server(tmp_path: Path, serve: Any) -> None:
+@pytest.mark.parametrize("num_prompts", [1, 5])  # more than two share a stream
+def test_a_missing_a_draining_and_a_killed_server(
+    tmp_path: Path, serve: Any, num_prompts: int
+) -> None:
     [unused] = free_ports(1)
     failed = FrontProcess(tmp_path, f"{HOST}:{unused}")
     assert failed.process.wait(timeout=WAIT_SECONDS) == 1
     assert f"no server answers at grpc://{HOST}:{unused}" in failed.output
     own = serve()
-    body = ANSWER | {"max_tokens": 8000, "stream": True}
+    body = ANSWER | {"max_tokens": 8000, "stream": True, "prompt": ["1 2 3"] * num_prompts}
     with (
         FrontProcess(tmp_path, own.grpc_url) as front,
         httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT_SECONDS) as http,
