@@ -107,8 +107,8 @@ def place_of(call, table, kv_head, position, width):
 
 @njit(**FAST)
 def fetch_block(call, cache, table, kv_head, position, end, width):
-    """Read the rest of a block into the caches; lines of a head are too far apart for the CPU to
-    guess them."""
+    """Read the rest of a block into the caches, up to ``end``; lines of a head are too far apart
+    for the CPU to guess them."""
     if position < end:
         per_block = call.tokens_per_block
         row = cache + place_of(call, table, kv_head, position, width)
