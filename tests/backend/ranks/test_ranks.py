@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,6 +215,62 @@ def test_a_lost_rank_ends_everything(tmp_path: Path, number: int, silence: float
     assert [recorder.final_errors(each) for each in (1, 2, 3, 4)] == [[LOST]] * 4
     assert ranks_of_this_process() == []
     assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Python's, which finds what nobody has closed, at some time."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def open_files() -> tuple[list[str], int]:
+    """Of this process: what its descriptors are, and how many mappings of the ranks it has."""
+    kinds = []
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the folder itself
+            kinds.append(each.readlink().name.partition(":")[0])
+    return sorted(kinds), Path("/proc/self/maps").read_text().count("memfd:inflight")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("part", ["tensor", "pipeline"])
+def test_losses_leave_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """In a process that loads the model again after each, and after one as it loads."""
+    folder = write_checkpoint(tmp_path / "model", max_position_embeddings=4096)
+    params = replace(
+        sized(2) if part == "tensor" else sized(1, 2), max_seq_len=4096, max_num_tokens=4096,
+        kv_cache_config=KvCacheConfig(max_tokens=16_384),
+    )  # fmt: skip
+
+    def lose() -> None:
+        recorder = Recorder([request(1, [1], 4000)])
+        with running(recorder, folder, params=params):
+            while len(recorder.responses.get(1, ())) < 10:
+                time.sleep(0.005)
+            ranks_of_this_process()[0].kill()
+            recorder.wait_for_finals(1)
+        assert recorder.final_errors(1) == [LOST]
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("here")
+
+    lose()  # the guard of the process has a pipe from now on
+    before = open_files()
+    for _ in range(3):
+        lose()
+        assert open_files() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(leader.LeadingEngine, "load", fail)
+        with pytest.raises(ConfigurationError, match="the ranks do not start: here"):
+            serve([request(1, [1], 1)], folder, params=params)
+    assert open_files() == before
 
 
 @pytest.mark.slow
