@@ -26,7 +26,8 @@ class PackedWeight:
     ``order`` [columns] int32: the columns of the weight
     in the order in which ``values`` has them. ``dtype``: in which the linear answers.
     ``codebook`` [16] float32: the numbers of 4 bits are its indices (FP4, NF4), and there are no
-    zeros.
+    zeros. ``inputs`` [columns] int32: of which columns of a whole weight these are, if they are not
+    neighbours there: its linear reads what all ranks have.
     """
 
     values: Tensor
@@ -38,6 +39,7 @@ class PackedWeight:
     quantizes_input: bool = False
     codebook: Tensor | None = None
     first_zero: int = 0
+    inputs: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -67,14 +69,14 @@ class PackedWeight:
     @property
     def tensors(self) -> list[Tensor]:
         """What takes memory; a codebook is shared by all weights that have it."""
-        found = (self.values, self.scales, self.zeros, self.order)
+        found = (self.values, self.scales, self.zeros, self.order, self.inputs)
         return [each for each in found if each is not None]
 
     def to(self, device: str) -> PackedWeight:
         """The same there."""
-        zeros, order, codebook = (
+        zeros, order, codebook, inputs = (
             None if each is None else each.to(device)
-            for each in (self.zeros, self.order, self.codebook)
+            for each in (self.zeros, self.order, self.codebook, self.inputs)
         )
         return replace(
             self,
@@ -83,6 +85,7 @@ class PackedWeight:
             zeros=zeros,
             order=order,
             codebook=codebook,
+            inputs=inputs,
         )
 
     def with_rows(self, convert: Callable[[Tensor], Tensor]) -> PackedWeight:
@@ -94,12 +97,8 @@ class PackedWeight:
 
     def with_columns(self, ranges: Sequence[tuple[int, int]]) -> PackedWeight:
         """The same with these columns only, from the first to the one behind the last of each;
-        `ValueError` where they do not begin and end with groups of one scale."""
-        if self.order is not None:
-            raise ValueError(
-                "its columns are ordered by activation (desc_act), and several ranks cannot hold "
-                "a part of them each; use tensor_parallel_size 1"
-            )
+        `ValueError` where they do not begin and end with groups of one scale. Those of a weight
+        with an ``order`` are counted in it."""
         num_groups = self.scales.shape[1]
         size = self.group_size if num_groups > 1 else 1
         per_byte = 2 if self.values.dtype == torch.uint8 else 1
@@ -118,11 +117,16 @@ class PackedWeight:
             elif zeros is not None:
                 zeros = _columns(zeros, ranges, size)
         group_size = self.group_size if num_groups > 1 else values.shape[1] * per_byte
+        inputs = None
+        if self.order is not None:
+            inputs = torch.cat([self.order[start:end] for start, end in ranges])
         return replace(
             self,
             values=values.view(self.values.dtype),
             scales=scales,
             zeros=zeros,
+            order=None,
+            inputs=inputs,
             group_size=group_size,
         )
 
