@@ -109,6 +109,11 @@ def load_floats(builder, address):
     return builder.load(pointer_to(builder, address, FLOATS), align=4)
 
 
+def load_ints(builder, address):
+    """A vector of int32 that lies there."""
+    return builder.load(pointer_to(builder, address, INTS), align=4)
+
+
 def load_bfloat16(builder, address):
     """A vector of bfloat16 that lies there, as float32."""
     bits = builder.zext(builder.load(pointer_to(builder, address, SHORTS), align=2), INTS)
@@ -129,8 +134,7 @@ def load_words(builder, address, count):
     kind = ir.FunctionType(FLOATS, [pointer, I32, flags, FLOATS])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     lanes = ir.Constant(INTS, list(range(WIDTH)))
-    limit = builder.bitcast(splat(builder, builder.bitcast(builder.trunc(count, I32), F32)), INTS)
-    mask = builder.icmp_signed("<", lanes, limit)
+    mask = builder.icmp_signed("<", lanes, splat_int(builder, count))
     nothing = ir.Constant(FLOATS, [0.0] * WIDTH)
     return builder.call(
         function, [pointer_to(builder, address, FLOATS), ir.Constant(I32, 4), mask, nothing]
@@ -142,6 +146,26 @@ def halves(builder, words):
     bits = builder.bitcast(words, INTS)
     low, high = builder.shl(bits, constant(16)), builder.and_(bits, constant(-65536))
     return [builder.bitcast(each, FLOATS) for each in (low, high)]
+
+
+def loop(builder, count, totals, body):
+    """``body(index, totals)`` gives the next ones, ``count`` times (once or more)."""
+    begin, again = builder.block, builder.append_basic_block("loop")
+    end = builder.append_basic_block("end")
+    builder.branch(again)
+    builder.position_at_end(again)
+    index, held = builder.phi(I64), [builder.phi(each.type) for each in totals]
+    index.add_incoming(ir.Constant(I64, 0), begin)
+    for each, total in zip(held, totals, strict=True):
+        each.add_incoming(total, begin)
+    found = body(index, held)
+    following = builder.add(index, ir.Constant(I64, 1))
+    index.add_incoming(following, builder.block)
+    for each, total in zip(held, found, strict=True):
+        each.add_incoming(total, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following, count), again, end)
+    builder.position_at_end(end)
+    return found
 
 
 def sum_lanes(builder, vectors):
@@ -170,6 +194,11 @@ def splat(builder, scalar):
     undefined = ir.Constant(FLOATS, ir.Undefined)
     one = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(one, undefined, ir.Constant(INTS, [0] * WIDTH))
+
+
+def splat_int(builder, number):
+    """A vector of the lower 32 bits of one integer."""
+    return builder.bitcast(splat(builder, builder.bitcast(builder.trunc(number, I32), F32)), INTS)
 
 
 def constant(number):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
@@ -24,9 +25,11 @@ from inflight_kernels.cpu.intrinsics import (
     WIDTH,
     halves,
     load_words,
+    loop,
     multiply_add,
     multiply_add_pairs,
     pointer_to,
+    prefetch,
     splat,
     sum_lanes,
 )
@@ -39,26 +42,6 @@ STEPS = 2
 """Of a head that are added up side by side."""
 
 
-def _loop(builder, count, totals, body):
-    """``body(index, totals)`` gives the next ones, ``count`` times (once or more)."""
-    begin, loop = builder.block, builder.append_basic_block("loop")
-    end = builder.append_basic_block("end")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    index, held = builder.phi(I64), [builder.phi(each.type) for each in totals]
-    index.add_incoming(ir.Constant(I64, 0), begin)
-    for each, total in zip(held, totals, strict=True):
-        each.add_incoming(total, begin)
-    found = body(index, held)
-    following = builder.add(index, ir.Constant(I64, 1))
-    index.add_incoming(following, builder.block)
-    for each, total in zip(held, found, strict=True):
-        each.add_incoming(total, builder.block)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, end)
-    builder.position_at_end(end)
-    return found
-
-
 def _far(builder, address, stride, index):
     return builder.add(address, builder.mul(stride, index))
 
@@ -68,12 +51,13 @@ def _make_score(num_heads: int):
     with zeros to whole steps, and `KEYS` keys of ``num_words`` words."""
 
     @intrinsic
-    def score(_, like, keys, stride, last, num_words, query, query_row, out, out_row):
-        """``last``: the last key that there is; ``out`` [heads, `KEYS`] float32."""
+    def score(_, like, keys, stride, last, num_words, query, query_row, out, out_row, ahead):
+        """``last``: the last key that there is; ``out`` [heads, `KEYS`] float32; ``ahead``: how
+        far behind the keys is what is read into the caches."""
         multiply = multiply_add_pairs if like == types.uint16 else multiply_add
 
         def generate(context, builder, signature, arguments):
-            _, keys, stride, last, num_words, query, query_row, out, out_row = arguments
+            _, keys, stride, last, num_words, query, query_row, out, out_row, ahead = arguments
             places = []
             for key in range(KEYS):
                 number = ir.Constant(I64, key)
@@ -86,7 +70,9 @@ def _make_score(num_heads: int):
             def add(step, totals):
                 offset = builder.mul(step, ir.Constant(I64, STEP_BYTES))
                 rest = builder.sub(num_words, builder.mul(step, ir.Constant(I64, WIDTH)))
-                rows = [load_words(builder, builder.add(each, offset), rest) for each in places]
+                steps = [builder.add(each, offset) for each in places]
+                prefetch(builder, [builder.add(each, ahead) for each in steps], 0)
+                rows = [load_words(builder, each, rest) for each in steps]
                 found = []
                 for head, query in enumerate(queries):
                     pointer = pointer_to(builder, builder.add(query, offset), FLOATS)
@@ -101,7 +87,7 @@ def _make_score(num_heads: int):
             num_steps = builder.sdiv(
                 builder.add(num_words, ir.Constant(I64, WIDTH - 1)), ir.Constant(I64, WIDTH)
             )
-            sums = sum_lanes(builder, _loop(builder, num_steps, zeros, add))
+            sums = sum_lanes(builder, loop(builder, num_steps, zeros, add))
             kind = ir.VectorType(F32, KEYS)
             for head in range(num_heads):
                 lanes = [head * KEYS + key for key in range(KEYS)]
@@ -111,7 +97,7 @@ def _make_score(num_heads: int):
                 builder.store(part, pointer_to(builder, place, kind), align=4)
             return context.get_dummy_value()
 
-        return types.void(like, *[types.int64] * 8), generate
+        return types.void(like, *[types.int64] * 9), generate
 
     return score
 
@@ -121,13 +107,17 @@ def _make_add_values(num_heads: int):
     `STEPS` steps of their sums."""
 
     @intrinsic
-    def add_values(_, like, values, stride, count, num_words, weights, weights_row, sums, sums_row):
+    def add_values(
+        _, like, values, stride, count, num_words, weights, weights_row, sums, sums_row, ahead
+    ):
         """``num_words`` behind ``values``; ``weights`` [heads, tokens]; see `add_values` for the
-        sums."""
+        sums; ``ahead`` as of keys."""
         num_parts = 2 if like == types.uint16 else 1
 
         def generate(context, builder, signature, arguments):
-            _, values, stride, count, num_words, weights, weights_row, sums, sums_row = arguments
+            _, values, stride, count, num_words, weights, weights_row, sums, sums_row, ahead = (
+                arguments
+            )
             rows = [
                 _far(builder, weights, weights_row, ir.Constant(I64, head))
                 for head in range(num_heads)
@@ -139,6 +129,7 @@ def _make_add_values(num_heads: int):
                 for step in range(STEPS):
                     rest = builder.sub(num_words, ir.Constant(I64, step * WIDTH))
                     own = builder.add(place, ir.Constant(I64, step * STEP_BYTES))
+                    prefetch(builder, [builder.add(own, ahead)], 0)
                     words = load_words(builder, own, rest)
                     parts += halves(builder, words) if num_parts == 2 else [words]
                 found = []
@@ -154,7 +145,7 @@ def _make_add_values(num_heads: int):
 
             num_sums = STEPS * num_parts
             zeros = [ir.Constant(FLOATS, [0.0] * WIDTH)] * (num_heads * num_sums)
-            for index, total in enumerate(_loop(builder, count, zeros, add)):
+            for index, total in enumerate(loop(builder, count, zeros, add)):
                 head, part = divmod(index, num_sums)
                 place = _far(builder, sums, sums_row, ir.Constant(I64, head))
                 place = builder.add(place, ir.Constant(I64, part * STEP_BYTES))
@@ -162,7 +153,7 @@ def _make_add_values(num_heads: int):
                 builder.store(builder.fadd(builder.load(pointer, align=4), total), pointer, align=4)
             return context.get_dummy_value()
 
-        return types.void(like, *[types.int64] * 8), generate
+        return types.void(like, *[types.int64] * 9), generate
 
     return add_values
 
@@ -172,46 +163,148 @@ _add_1, _add_2, _add_3, _add_4 = (_make_add_values(heads + 1) for heads in range
 
 
 @njit(**FAST)
-def score(like, keys, stride, count, num_words, query, query_row, out, out_row, num_heads):
+def score(like, keys, stride, count, num_words, query, query_row, out, out_row, num_heads, ahead):
     """Products of ``num_heads`` queries and ``count`` keys of ``num_words`` words, ``stride`` bytes
-    apart: ``out`` [heads, count], with room for `KEYS` - 1 more; rows are bytes apart."""
+    apart: ``out`` [heads, count], with room for `KEYS` - 1 more; rows are bytes apart. What lies
+    ``ahead`` of the keys is read into the caches."""
     for first in range(0, count, KEYS):
         place, last, own_out = keys + first * stride, count - 1 - first, out + first * 4
-        head = 0
+        head, own_ahead = 0, ahead
         while head < num_heads:
             queries, found = query + head * query_row, own_out + head * out_row
             rest = num_heads - head
             if rest >= 4:
-                _score_4(like, place, stride, last, num_words, queries, query_row, found, out_row)
+                _score_4(
+                    like,
+                    place,
+                    stride,
+                    last,
+                    num_words,
+                    queries,
+                    query_row,
+                    found,
+                    out_row,
+                    own_ahead,
+                )
             elif rest == 3:
-                _score_3(like, place, stride, last, num_words, queries, query_row, found, out_row)
+                _score_3(
+                    like,
+                    place,
+                    stride,
+                    last,
+                    num_words,
+                    queries,
+                    query_row,
+                    found,
+                    out_row,
+                    own_ahead,
+                )
             elif rest == 2:
-                _score_2(like, place, stride, last, num_words, queries, query_row, found, out_row)
+                _score_2(
+                    like,
+                    place,
+                    stride,
+                    last,
+                    num_words,
+                    queries,
+                    query_row,
+                    found,
+                    out_row,
+                    own_ahead,
+                )
             else:
-                _score_1(like, place, stride, last, num_words, queries, query_row, found, out_row)
+                _score_1(
+                    like,
+                    place,
+                    stride,
+                    last,
+                    num_words,
+                    queries,
+                    query_row,
+                    found,
+                    out_row,
+                    own_ahead,
+                )
             head += _MOST_HEADS
+            own_ahead = np.int64(0)
 
 
 @njit(**FAST)
 def add_values(
-    like, values, stride, count, num_words, weights, weights_row, sums, sums_row, heads, num_parts
+    like,
+    values,
+    stride,
+    count,
+    num_words,
+    weights,
+    weights_row,
+    sums,
+    sums_row,
+    heads,
+    num_parts,
+    ahead,
 ):
     """Add ``count`` values by weights [heads, count] to sums [heads, steps, parts, `WIDTH`]
     float32: a part is what a step of words has, of bfloat16 two, the lower numbers of its pairs and
     the upper ones. Whole `STEPS` are written."""
     for first in range(0, num_words, STEPS * WIDTH):
         place, rest_words = values + first * 4, num_words - first
-        head = 0
+        head, own_ahead = 0, ahead
         while head < heads:
             own = weights + head * weights_row
             found = sums + head * sums_row + first * 4 * num_parts
             rest = heads - head
             if rest >= 4:
-                _add_4(like, place, stride, count, rest_words, own, weights_row, found, sums_row)
+                _add_4(
+                    like,
+                    place,
+                    stride,
+                    count,
+                    rest_words,
+                    own,
+                    weights_row,
+                    found,
+                    sums_row,
+                    own_ahead,
+                )
             elif rest == 3:
-                _add_3(like, place, stride, count, rest_words, own, weights_row, found, sums_row)
+                _add_3(
+                    like,
+                    place,
+                    stride,
+                    count,
+                    rest_words,
+                    own,
+                    weights_row,
+                    found,
+                    sums_row,
+                    own_ahead,
+                )
             elif rest == 2:
-                _add_2(like, place, stride, count, rest_words, own, weights_row, found, sums_row)
+                _add_2(
+                    like,
+                    place,
+                    stride,
+                    count,
+                    rest_words,
+                    own,
+                    weights_row,
+                    found,
+                    sums_row,
+                    own_ahead,
+                )
             else:
-                _add_1(like, place, stride, count, rest_words, own, weights_row, found, sums_row)
+                _add_1(
+                    like,
+                    place,
+                    stride,
+                    count,
+                    rest_words,
+                    own,
+                    weights_row,
+                    found,
+                    sums_row,
+                    own_ahead,
+                )
             head += _MOST_HEADS
+            own_ahead = np.int64(0)

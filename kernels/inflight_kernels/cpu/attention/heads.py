@@ -12,7 +12,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from inflight_kernels.cpu.intrinsics import FAST, array_at, get, put, rounded
+from inflight_kernels.cpu.intrinsics import FAST, array_at, get, prefetch_at, put, rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +95,24 @@ def first_seen(window, chunk, position):
     if chunk > 0:
         first = max(position // chunk * chunk, first)
     return first
+
+
+@njit(**FAST)
+def place_of(call, table, kv_head, position, width):
+    """How far the key of a position is from the first of the cache."""
+    block = np.int64(table[position // call.tokens_per_block])
+    at = block * call.block_stride + position % call.tokens_per_block * call.token_stride
+    return at + kv_head * call.size * width
+
+
+@njit(**FAST)
+def fetch_block(call, cache, table, kv_head, position, end, width):
+    """Read the rest of a block into the caches, up to ``end``; lines of a head are too far apart
+    for the CPU to guess them."""
+    if position < end:
+        per_block = call.tokens_per_block
+        row = cache + place_of(call, table, kv_head, position, width)
+        for _ in range(min(per_block - position % per_block, end - position)):
+            for line in range(0, call.size * width, 64):
+                prefetch_at(row + line)
+            row += call.token_stride

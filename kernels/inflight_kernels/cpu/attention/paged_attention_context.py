@@ -20,8 +20,9 @@ import torch
 from numba import carray, njit, types
 from torch import Tensor
 
-from inflight_kernels.cpu.attention.heads import LayerAttention, first_seen
-from inflight_kernels.cpu.attention.tiles import Layout, make_adding_tile
+from inflight_kernels.cpu.attention.heads import LayerAttention, first_seen, place_of
+from inflight_kernels.cpu.attention.softmax import UNSEEN, bias_scores, raise_peaks, weigh
+from inflight_kernels.cpu.attention.tiles import Layout, make_tile
 from inflight_kernels.cpu.intrinsics import (
     FAST,
     HAS_WIDE_REGISTERS,
@@ -29,17 +30,16 @@ from inflight_kernels.cpu.intrinsics import (
     array_at,
     exp,
     finish_piece,
-    narrow,
     put,
     take_next,
 )
 from inflight_kernels.cpu.threads import Kernel, Stage
 
-_LANES = 3 * WIDTH
+_LANES = 6 * WIDTH
 _KEYS = 64
 _ROW = 4 * _LANES
 """Bytes of a number of each lane."""
-_HIGH, _PANELS = (8, 3) if HAS_WIDE_REGISTERS else (4, 1)
+_KEYS_HIGH, _PANELS, _ROWS_HIGH = (8, 3, 12) if HAS_WIDE_REGISTERS else (4, 1, 2)
 
 
 def paged_attention_context(
@@ -119,8 +119,8 @@ def paged_attention_context_stage(
     return Stage(_kernel(query.dtype == torch.bfloat16), numbers, options)
 
 
-_tile_high_wide, _tile_1_wide = (make_adding_tile(rows, _PANELS) for rows in (_HIGH, 1))
-_tile_high, _tile_1 = (make_adding_tile(rows, 1) for rows in (_HIGH, 1))
+_score_tile, _score_tile_1 = (make_tile(rows, _PANELS, adds=False) for rows in (_KEYS_HIGH, 1))
+_value_tile, _value_tile_1 = (make_tile(_ROWS_HIGH, panels, adds=True) for panels in (2, 1))
 
 
 @njit(**FAST)
@@ -139,27 +139,28 @@ def _moved(layout, row, panel):
 
 
 @njit(**FAST)
-def _add_product(like, layout, num_steps, num_rows, num_panels):
-    """Add x [rows, steps] times panels to ``out``."""
-    panel = 0
-    while panel + _PANELS <= num_panels:
-        row = 0
-        while row + _HIGH <= num_rows:
-            _tile_high_wide(like, _moved(layout, row, panel), num_steps)
-            row += _HIGH
-        while row < num_rows:
-            _tile_1_wide(like, _moved(layout, row, panel), num_steps)
-            row += 1
-        panel += _PANELS
-    while panel < num_panels:
-        row = 0
-        while row + _HIGH <= num_rows:
-            _tile_high(like, _moved(layout, row, panel), num_steps)
-            row += _HIGH
-        while row < num_rows:
-            _tile_1(like, _moved(layout, row, panel), num_steps)
-            row += 1
-        panel += 1
+def _score_keys(like, layout, num_steps, num_keys, num_panels):
+    """``out``: keys [keys, steps] times lanes, whole `_PANELS` of them."""
+    for panel in range(0, num_panels, _PANELS):
+        key = 0
+        while key + _KEYS_HIGH <= num_keys:
+            _score_tile(like, _moved(layout, key, panel), num_steps)
+            key += _KEYS_HIGH
+        while key < num_keys:
+            _score_tile_1(like, _moved(layout, key, panel), num_steps)
+            key += 1
+
+
+@njit(**FAST)
+def _add_weighted(like, layout, num_steps, num_rows, num_panels):
+    """Add weights [rows, steps], whole `_ROWS_HIGH` of them, times panels of values to ``out``."""
+    for row in range(0, num_rows, _ROWS_HIGH):
+        panel = 0
+        while panel + 2 <= num_panels:
+            _value_tile(like, _moved(layout, row, panel), num_steps)
+            panel += 2
+        if panel < num_panels:
+            _value_tile_1(like, _moved(layout, row, panel), num_steps)
 
 
 class _Call(NamedTuple):
@@ -236,7 +237,7 @@ def _begin(call, memory, start, first_position, first_row, count, kv_head, width
         position = first_position + token
         positions[lane] = np.int32(position)
         firsts[lane] = np.int32(first_seen(call.window, call.chunk, position))
-        peaks[lane], totals[lane], slopes[lane] = np.float32(-1e30), np.float32(0), np.float32(0)
+        peaks[lane], totals[lane], slopes[lane] = np.float32(UNSEEN), np.float32(0), np.float32(0)
         if call.sinks != 0:
             peaks[lane] = array_at(call.sinks, call.num_heads, np.float32(0))[head]
             totals[lane] = np.float32(1)
@@ -245,83 +246,86 @@ def _begin(call, memory, start, first_position, first_row, count, kv_head, width
 
 
 @njit(**FAST)
-def _place(call, table, kv_head, position, width):
-    """How far the key of a position is from the first of the cache."""
-    block = np.int64(table[position // call.tokens_per_block])
-    at = block * call.block_stride + position % call.tokens_per_block * call.token_stride
-    return at + kv_head * call.size * width
-
-
-@njit(**FAST)
 def _score(call, memory, table, kv_head, base, begin, end, num_panels, width, like):
     """Products of all rows with the keys from ``begin`` to ``end``."""
-    scores = array_at(memory.scores, _KEYS * _LANES, np.float32(0))
-    scores[:] = np.float32(0)
     per_block = call.tokens_per_block
     while begin < end:
         count = min(per_block - begin % per_block, end - begin)
         layout = Layout(
-            call.keys + _place(call, table, kv_head, begin, width), call.token_stride, np.int64(4),
-            memory.queries, np.int64(64), np.int64(_ROW),
+            call.keys + place_of(call, table, kv_head, begin, width), call.token_stride,
+            np.int64(4), memory.queries, np.int64(64), np.int64(_ROW),
             memory.scores + (begin - base) * _ROW, np.int64(_ROW),
         )  # fmt: skip
-        _add_product(like, layout, call.size * width // 4, count, num_panels)
+        _score_keys(like, layout, call.size * width // 4, count, num_panels)
         begin += count
 
 
 @njit(**FAST)
-def _bias(call, memory, row, key, is_masked, scale, softcap):
-    """Scores of a key: scaled, capped, biased, and none where it is not seen; peaks with them."""
-    scores, peaks = _lanes(row), _lanes(memory.factors)
-    for lane in range(_LANES):
-        scores[lane] *= scale
-    if softcap > 0:
-        for lane in range(_LANES):
-            ratio = exp(np.float32(2) * scores[lane] / softcap) + np.float32(1)
-            scores[lane] = softcap - np.float32(2) * softcap / ratio
-    positions = _counts(memory.positions)
-    if call.slopes != 0:
-        slopes = _lanes(memory.slopes)
-        for lane in range(_LANES):
-            scores[lane] += slopes[lane] * np.float32(key - positions[lane])
-    if is_masked:
-        firsts = _counts(memory.firsts)
-        for lane in range(_LANES):
-            if key > positions[lane] or key < firsts[lane]:
-                scores[lane] = np.float32(-1e30)
-    for lane in range(_LANES):
-        peaks[lane] = max(peaks[lane], scores[lane])
+def _cap(memory, first, end, scale, softcap):
+    """Scale scores of those keys of the memory, and cap them."""
+    scores = array_at(memory.scores + first * _ROW, (end - first) * _LANES, np.float32(0))
+    for i in range(len(scores)):
+        ratio = exp(np.float32(2) * scale * scores[i] / softcap) + np.float32(1)
+        scores[i] = softcap - np.float32(2) * softcap / ratio
 
 
 @njit(**FAST)
-def _soften(call, memory, begin, end, base, scale, softcap):
-    """Scores become weights, and what was summed before is corrected by the new peaks."""
+def _bias(call, memory, begin, end, base, num_panels, scale):
+    """Scale scores and add slopes, if there are any, and mask keys if a lane does not see them;
+    what scores are to be multiplied by after it, which is the same for all keys of a layer."""
     positions, firsts = _counts(memory.positions), _counts(memory.firsts)
-    lowest, last_first = np.int64(positions[0]), np.int64(firsts[_LANES - 1])
-    peaks, totals, factors = _lanes(memory.peaks), _lanes(memory.totals), _lanes(memory.factors)
-    factors[:] = peaks
-    for key in range(begin, end):
-        is_masked = key > lowest or key < last_first
-        row = memory.scores + (key - base) * _ROW
-        _bias(call, memory, row, np.int32(key), is_masked, scale, softcap)
-    has_changed = False
-    for lane in range(_LANES):
-        peak = factors[lane]
-        has_changed |= peak != peaks[lane]
-        factors[lane] = exp(peaks[lane] - peak)
-        peaks[lane] = peak
+    is_masked = end > np.int64(positions[0]) + 1 or begin < np.int64(firsts[_LANES - 1])
+    own, rest = (np.float32(1), scale) if call.slopes == 0 else (scale, np.float32(1))
+    if is_masked or call.slopes != 0:
+        for lane in range(0, num_panels * 64, 64):
+            bias_scores(
+                memory.scores + (begin - base) * _ROW + lane, np.int64(_ROW), begin, end, own,
+                memory.firsts + lane, memory.positions + lane, memory.slopes + lane,
+            )  # fmt: skip
+    return rest
+
+
+@njit(**FAST)
+def _correct(call, memory, num_lanes):
+    """Multiply what was summed by what its lane's new peak makes of it."""
+    size, factors, totals = _padded(call.size), _lanes(memory.factors), _lanes(memory.totals)
+    for lane in range(num_lanes):
         totals[lane] *= factors[lane]
-    for key in range(begin, end):
-        weights = _lanes(memory.scores + (key - base) * _ROW)
-        for lane in range(_LANES):
-            weights[lane] = exp(weights[lane] - peaks[lane])
-            totals[lane] += weights[lane]
-    if has_changed:
-        size = _padded(call.size)
-        for lane in range(_LANES):
+    for lane in range(num_lanes):
+        if factors[lane] != np.float32(1):
             sums = array_at(memory.sums + lane * size * 4, size, np.float32(0))
             for i in range(size):
                 sums[i] *= factors[lane]
+
+
+@njit(**FAST)
+def _soften(call, memory, begin, end, base, num_panels, scale, softcap, like):
+    """Scores become weights, and what was summed before is corrected by the new peaks. A key that
+    is missing in a pair has none."""
+    first, last = begin - base, end - base
+    if softcap > 0:
+        _cap(memory, first, last, scale, softcap)
+        scale = np.float32(1)
+    scale = _bias(call, memory, begin, end, base, num_panels, scale)
+    if first % 2:
+        first -= 1
+        _lanes(memory.scores + first * _ROW)[:] = np.float32(UNSEEN)
+    if last % 2:
+        _lanes(memory.scores + last * _ROW)[:] = np.float32(UNSEEN)
+        last += 1
+    num_pairs = (last - first) // 2
+    scores, weights = memory.scores + first * _ROW, memory.weights + first // 2 * _ROW
+    for lane in range(0, num_panels * 64, 64):
+        raise_peaks(
+            scores + lane, np.int64(_ROW), num_pairs, scale, memory.peaks + lane,
+            memory.factors + lane,
+        )  # fmt: skip
+    _correct(call, memory, num_panels * WIDTH)
+    for lane in range(0, num_panels * 64, 64):
+        weigh(
+            like, scores + lane, np.int64(_ROW), num_pairs, scale, memory.peaks + lane,
+            memory.totals + lane, weights + lane,
+        )  # fmt: skip
 
 
 @njit(**FAST)
@@ -330,35 +334,16 @@ def _padded(size):
 
 
 @njit(**FAST)
-def _pair_weights(memory, first, end):
-    """Weights of those pairs of keys as pairs of bfloat16."""
-    for pair in range(first, end):
-        low, high = (
-            _lanes(memory.scores + 2 * pair * _ROW),
-            _lanes(memory.scores + (2 * pair + 1) * _ROW),
-        )
-        paired = _counts(memory.weights + pair * _ROW)
-        for lane in range(_LANES):
-            bits = np.uint32(narrow(high[lane])) << np.uint32(16)
-            paired[lane] = np.int32(bits | np.uint32(narrow(low[lane])))
-
-
-@njit(**FAST)
 def _add_pairs(call, memory, table, kv_head, base, begin, end, num_rows, like):
     """Add values by their weights, in bfloat16: pairs of keys, a missing one of zeros."""
     size, padded = call.size, _padded(call.size)
     first, last = (begin - base) // 2, (end - base + 1) // 2
-    if (begin - base) % 2:
-        _lanes(memory.scores + (begin - base - 1) * _ROW)[:] = np.float32(0)
-    if (end - base) % 2:
-        _lanes(memory.scores + (end - base) * _ROW)[:] = np.float32(0)
-    _pair_weights(memory, first, last)
     for pair in range(first, last):
         low = high = memory.zeros
         if base + 2 * pair >= begin:
-            low = call.values + _place(call, table, kv_head, base + 2 * pair, 2)
+            low = call.values + place_of(call, table, kv_head, base + 2 * pair, 2)
         if base + 2 * pair + 1 < end:
-            high = call.values + _place(call, table, kv_head, base + 2 * pair + 1, 2)
+            high = call.values + place_of(call, table, kv_head, base + 2 * pair + 1, 2)
         lows, highs = array_at(low, size, like), array_at(high, size, like)
         paired = array_at(memory.values + pair * padded * 4, size, np.int32(0))
         for i in range(size):
@@ -368,7 +353,7 @@ def _add_pairs(call, memory, table, kv_head, base, begin, end, num_rows, like):
         memory.values + first * padded * 4, np.int64(64), padded * 4,
         memory.sums, padded * 4,
     )  # fmt: skip
-    _add_product(like, layout, last - first, num_rows, padded // WIDTH)
+    _add_weighted(like, layout, last - first, num_rows, padded // WIDTH)
 
 
 @njit(**FAST)
@@ -376,7 +361,7 @@ def _add_singles(call, memory, table, kv_head, base, begin, end, num_rows, like)
     """The same in float32."""
     size, padded = call.size, _padded(call.size)
     for key in range(begin, end):
-        value = array_at(call.values + _place(call, table, kv_head, key, 4), size, like)
+        value = array_at(call.values + place_of(call, table, kv_head, key, 4), size, like)
         copied = array_at(memory.values + (key - base) * padded * 4, size, like)
         for i in range(size):
             copied[i] = value[i]
@@ -385,7 +370,7 @@ def _add_singles(call, memory, table, kv_head, base, begin, end, num_rows, like)
         memory.values + (begin - base) * padded * 4, np.int64(64), padded * 4,
         memory.sums, padded * 4,
     )  # fmt: skip
-    _add_product(like, layout, end - begin, num_rows, padded // WIDTH)
+    _add_weighted(like, layout, end - begin, num_rows, padded // WIDTH)
 
 
 @njit(**FAST)
@@ -445,14 +430,15 @@ def _attend(call, memory, sequence, kv_head, first_row, options, width, like):
         max(length - 1, 0) // call.tokens_per_block + 1,
         np.int32(0),
     )
-    num_panels, num_rows = (count + WIDTH - 1) // WIDTH, (count + _HIGH - 1) // _HIGH * _HIGH
+    num_panels = (count + WIDTH - 1) // WIDTH
+    num_rows = (count + _ROWS_HIGH - 1) // _ROWS_HIGH * _ROWS_HIGH
     key = np.int64(_counts(memory.firsts)[0])
     past_last = np.int64(_counts(memory.positions)[_LANES - 1]) + 1
     while key < past_last:
         base = key // _KEYS * _KEYS
         end = min(base + _KEYS, past_last)
         _score(call, memory, table, kv_head, base, key, end, num_panels, width, like)
-        _soften(call, memory, key, end, base, scale, softcap)
+        _soften(call, memory, key, end, base, num_panels, scale, softcap, like)
         if width == 2:
             _add_pairs(call, memory, table, kv_head, base, key, end, num_rows, like)
         else:

@@ -19,14 +19,20 @@ from numba import carray, njit, types
 from torch import Tensor
 
 from inflight_kernels.cpu.attention.head_tiles import KEYS, STEP_BYTES, STEPS, add_values, score
-from inflight_kernels.cpu.attention.heads import LayerAttention, first_seen, prepare, write
+from inflight_kernels.cpu.attention.heads import (
+    LayerAttention,
+    fetch_block,
+    first_seen,
+    place_of,
+    prepare,
+    write,
+)
 from inflight_kernels.cpu.intrinsics import (
     FAST,
     WIDTH,
     array_at,
     exp,
     finish_piece,
-    prefetch_at,
     put,
     take_next,
 )
@@ -34,6 +40,8 @@ from inflight_kernels.cpu.threads import Kernel, Stage
 
 _KEYS = 256
 """Of which the weights are made at a time."""
+_PIECES_AHEAD = 2
+"""A piece that a thread takes soon, of two or a few."""
 
 
 def attend_generations(
@@ -276,49 +284,51 @@ def _soften_all(call, memory, kv_head, distance, num_tokens, scale, softcap):
 
 
 @njit(**FAST)
-def _place(call, table, kv_head, position, width):
-    """How far the key of a position is from the first of the cache."""
-    block = np.int64(table[position // call.tokens_per_block])
-    at = block * call.block_stride + position % call.tokens_per_block * call.token_stride
-    return at + kv_head * call.size * width
+def _table(call, sequence, position):
+    """Blocks of a sequence, up to that of the position."""
+    return array_at(
+        call.tables + sequence * call.table_stride * 4,
+        position // call.tokens_per_block + 1,
+        np.int32(0),
+    )
 
 
 @njit(**FAST)
-def _fetch(call, cache, table, kv_head, position, end, width):
-    """Read the rest of a block into the caches; lines of a head are too far apart for the CPU to
-    guess them."""
-    if position < end:
-        per_block = call.tokens_per_block
-        row = cache + _place(call, table, kv_head, position, width)
-        for _ in range(min(per_block - position % per_block, end - position)):
-            for line in range(0, call.size * width, 64):
-                prefetch_at(row + line)
-            row += call.token_stride
+def _first_key(call, piece, offset, width):
+    """Where the key ``offset`` tokens behind the first that a piece sees is; 0 if there is none."""
+    if piece >= call.num_sequences * call.num_kv_heads:
+        return np.int64(0)
+    sequence, kv_head = piece // call.num_kv_heads, piece % call.num_kv_heads
+    last = np.int64(array_at(call.lengths, call.num_sequences, np.int32(0))[sequence]) - 1
+    position = first_seen(call.window, call.chunk, last) + offset
+    if position > last:
+        return np.int64(0)
+    return call.keys + place_of(call, _table(call, sequence, last), kv_head, position, width)
 
 
 @njit(**FAST)
-def _attend(call, memory, sequence, kv_head, position, options, width, like):
-    """Go over what the sequence sees, `_KEYS` positions at a time, each block of them by itself."""
+def _attend(call, memory, piece, position, options, width, like):
+    """Go over what the sequence sees, `_KEYS` positions at a time, each block of them by itself.
+    While keys are scored their values are read into the caches, and while these are added the next
+    keys: of the same piece, or of one that follows soon."""
     scale, softcap = options
+    sequence, kv_head = piece // call.num_kv_heads, piece % call.num_kv_heads
     values = call.values if call.values != 0 else call.keys
     per_block, stride, group = call.tokens_per_block, call.token_stride, len(memory.peaks)
     num_words = call.size * width // 4
-    table = array_at(
-        call.tables + sequence * call.table_stride * 4, position // per_block + 1, np.int32(0)
-    )
+    table = _table(call, sequence, position)
     first = first_seen(call.window, call.chunk, position)
+    fetch_block(call, call.keys, table, kv_head, first, position + 1, width)
     while first <= position:
         end = min(first + _KEYS, position + 1)
         at = first
-        _fetch(call, call.keys, table, kv_head, at, end, width)
         while at < end:
             count = min(per_block - at % per_block, end - at)
-            _fetch(call, call.keys, table, kv_head, at + count, position + 1, width)
-            _fetch(call, values, table, kv_head, at, end, width)
+            fetch_block(call, call.keys, table, kv_head, at + count, end, width)
             score(
-                like, call.keys + _place(call, table, kv_head, at, width), stride, count, num_words,
-                memory.query, memory.query_row, memory.scores + (at - first) * 4,
-                memory.scores_row, group,
+                like, call.keys + place_of(call, table, kv_head, at, width), stride, count,
+                num_words, memory.query, memory.query_row, memory.scores + (at - first) * 4,
+                memory.scores_row, group, values - call.keys,
             )  # fmt: skip
             at += count
         distance = np.float32(first - position)
@@ -326,10 +336,15 @@ def _attend(call, memory, sequence, kv_head, position, options, width, like):
         at = first
         while at < end:
             count = min(per_block - at % per_block, end - at)
+            place = values + place_of(call, table, kv_head, at, width)
+            if at + _KEYS <= position:
+                following = call.keys + place_of(call, table, kv_head, at + _KEYS, width)
+            else:
+                following = _first_key(call, piece + _PIECES_AHEAD, at - first, width)
             add_values(
-                like, values + _place(call, table, kv_head, at, width), stride, count, num_words,
-                memory.scores + (at - first) * 4, memory.scores_row, memory.sums, memory.sums_row,
-                group, 4 // width,
+                like, place, stride, count, num_words, memory.scores + (at - first) * 4,
+                memory.scores_row, memory.sums, memory.sums_row, group, 4 // width,
+                following - place if following != 0 else np.int64(0),
             )  # fmt: skip
             at += count
         first = end
@@ -372,7 +387,7 @@ def _run(pointer, width, like):
         if call.has_own:
             _keep_own(call, sequence, kv_head, position, eps, memory.row, width, like)
         _begin(call, memory, sequence, kv_head, position, eps, width, like)
-        _attend(call, memory, sequence, kv_head, position, options, width, like)
+        _attend(call, memory, piece, position, options, width, like)
         _finish(call, memory, sequence, kv_head, width, like)
         finish_piece(n.ctypes.data)
     buffer[0] = np.float32(0)  # it has to live until here

@@ -19,6 +19,8 @@ from inflight_kernels.cpu.intrinsics import (
     FLOATS,
     I64,
     WIDTH,
+    load_floats,
+    loop,
     multiply_add,
     multiply_add_pairs,
     pointer_to,
@@ -40,9 +42,9 @@ class Layout(NamedTuple):
     out_row: Any
 
 
-def make_adding_tile(num_rows: int, num_panels: int):
-    """An intrinsic that adds the product of ``num_rows`` rows of x and ``num_panels`` panels, over
-    ``num_steps`` steps (one or more), to what is in ``out``."""
+def make_tile(num_rows: int, num_panels: int, adds: bool):
+    """An intrinsic: the product of ``num_rows`` rows of x and ``num_panels`` panels, over
+    ``num_steps`` steps (one or more), becomes ``out``, or is added to what is there."""
     grid = [(row, panel) for row in range(num_rows) for panel in range(num_panels)]
 
     @intrinsic
@@ -58,46 +60,29 @@ def make_adding_tile(num_rows: int, num_panels: int):
             def at(address, stride, index):
                 return builder.add(address, builder.mul(stride, ir.Constant(I64, index)))
 
-            def place(row, panel):
-                address = builder.add(at(out, out_row, row), ir.Constant(I64, panel * 64))
-                return pointer_to(builder, address, FLOATS)
-
             x_rows = [at(x, x_row, row) for row in range(num_rows)]
             panels = [at(weight, weight_panel, panel) for panel in range(num_panels)]
-            begin, loop, end = (
-                builder.block,
-                builder.append_basic_block("steps"),
-                builder.append_basic_block("added"),
-            )
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            step = builder.phi(I64)
-            step.add_incoming(ir.Constant(I64, 0), begin)
-            sums = {each: builder.phi(FLOATS) for each in grid}
-            for total in sums.values():
-                total.add_incoming(ir.Constant(FLOATS, [0.0] * WIDTH), begin)
-            far = builder.mul(step, weight_step)
-            weights = [
-                builder.load(pointer_to(builder, builder.add(each, far), FLOATS), align=4)
-                for each in panels
-            ]
-            far = builder.mul(step, x_step)
-            added = {}
-            for row in range(num_rows):
-                address = pointer_to(builder, builder.add(x_rows[row], far), F32)
-                number = splat(builder, builder.load(address, align=4))
-                for panel in range(num_panels):
-                    added[row, panel] = multiply(builder, number, weights[panel], sums[row, panel])
-            following = builder.add(step, ir.Constant(I64, 1))
-            step.add_incoming(following, loop)
-            for each, total in sums.items():
-                total.add_incoming(added[each], loop)
-            builder.cbranch(builder.icmp_signed("<", following, num_steps), loop, end)
-            builder.position_at_end(end)
-            # Of sums that begin with what is there LLVM 22 made poison without AVX-512.
-            for each, total in added.items():
-                total = builder.fadd(builder.load(place(*each), align=4), total)
-                builder.store(total, place(*each), align=4)
+
+            def add(step, sums):
+                far = builder.mul(step, weight_step)
+                weights = [load_floats(builder, builder.add(each, far)) for each in panels]
+                far, added = builder.mul(step, x_step), []
+                for row, address in enumerate(x_rows):
+                    place = pointer_to(builder, builder.add(address, far), F32)
+                    number = splat(builder, builder.load(place, align=4))
+                    for panel, numbers in enumerate(weights):
+                        total = sums[row * num_panels + panel]
+                        added.append(multiply(builder, number, numbers, total))
+                return added
+
+            zeros = [ir.Constant(FLOATS, [0.0] * WIDTH)] * len(grid)
+            totals = loop(builder, num_steps, zeros, add)
+            for (row, panel), total in zip(grid, totals, strict=True):
+                address = builder.add(at(out, out_row, row), ir.Constant(I64, panel * 64))
+                # Of sums that begin with what is there LLVM 22 made poison without AVX-512.
+                if adds:
+                    total = builder.fadd(load_floats(builder, address), total)
+                builder.store(total, pointer_to(builder, address, FLOATS), align=4)
             return context.get_dummy_value()
 
         return types.void(like, layout, types.int64), generate
