@@ -19,6 +19,10 @@ OpenVINO reads no wider GGUF, and all are told in what to compute; to llama.cpp 
 row, as it computes in that of the weights. Of its cache each chooses the type: OpenVINO has 8 bits,
 llama.cpp float16.
 
+A step of a request alone takes at least as long as its weights take to be read. ``floors`` in the
+report has that time for ours, and which share of a step it is: bytes by `inflight plan`, over the
+bandwidth that all threads together read with, measured after each such request.
+
 Ours runs with the real scheduler, block manager and planner, prompts and tokens one plan at a time.
 All are interleaved: every round times each of them once, and the table shows medians of the rounds.
 On a machine that others use too, threads that spin at every barrier make all figures collapse; let
@@ -45,7 +49,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engine_steps import load_engine, run_steps
+from inflight_backend.engine.memory_plan import make_plan
 from inflight_scheduler import LlmRequest
+from inflight_server.commands.plan import read_bandwidth
 from peer_parts.conversation import PeerError, Worker, start_worker
 from peer_parts.smollm2 import NAME, write_gguf, write_safetensors
 from peer_parts.work import Budget
@@ -98,8 +104,12 @@ def main() -> None:
             found = _beside_transformers(Path(name), options)
         variants, facts = found
         rounds = list(_measure(variants, options))
+    ours = [each.generate for each in variants if isinstance(each.generate, _Ours)]
+    floors = [row for each in ours for row in each.floors(options.shapes)]
     rows = [*_medians(variants, rounds, options)]
     _print(variants, rows)
+    for row in floors:
+        print("  ".join(f"{key}={value}" for key, value in row.items()))
     packages = ("inflight", "torch", "numpy")
     result = {
         **describe_run(*packages, *(() if "peers" in facts else ("transformers",))),
@@ -108,6 +118,7 @@ def main() -> None:
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         **facts,
         "rows": rows,
+        "floors": floors,
         "rounds": rounds,
     }
     name = "cpu_engine"
@@ -148,7 +159,7 @@ def _beside_transformers(
     model_type, size = _write_checkpoint(folder, options.experts)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     variants = [
-        Variant(_OURS, "float32", _ours(folder, "float32", options)),
+        Variant(_OURS, "float32", _Ours(folder, "float32", options)),
         Variant("transformers generate", "float32", _padded(model)),
         Variant("transformers generate_batch", "float32", _continuous(model, options)),
     ]
@@ -167,7 +178,7 @@ def _beside_peers(
     half = write_gguf(source, folder / "F16.gguf", "F16")
     variants, peers = [], []
     for dtype in options.dtypes:
-        variants.append(Variant(_OURS, dtype, _ours(plain, dtype, options)))
+        variants.append(Variant(_OURS, dtype, _Ours(plain, dtype, options)))
         own = write_gguf(source, folder / f"{dtype}.gguf", _GGUF[dtype])
         for engine, module, python, checkpoint in (
             ("llama.cpp", "llama_cpp", options.peers, own),
@@ -233,21 +244,46 @@ def _write_checkpoint(folder: Path, num_experts: int) -> tuple[str, int]:
     return model_type, num_parameters(model)
 
 
-def _ours(folder: Path, dtype: str, options: argparse.Namespace) -> Generate:
-    most = max(shape.requests for shape in options.shapes)
-    longest = max(shape.input + shape.output for shape in options.shapes)
-    engine = load_engine(folder, most, max(longest, -(-_most_tokens(options) // most)), dtype)
+class _Ours:
+    """Our engine; notes how near the steps of a request alone come to their floor."""
 
-    def generate(prompts: Prompts, num_tokens: int) -> float:
+    def __init__(self, folder: Path, dtype: str, options: argparse.Namespace) -> None:
+        most = max(shape.requests for shape in options.shapes)
+        longest = max(shape.input + shape.output for shape in options.shapes)
+        num_tokens = max(longest, -(-_most_tokens(options) // most))
+        self._dtype = dtype
+        self._engine = load_engine(folder, most, num_tokens, dtype)
+        self._token_bytes = make_plan(folder, self._engine.config).token_bytes
+        self._steps: dict[Shape, list[tuple[float, float]]] = {}  # seconds, bytes per second
+
+    def __call__(self, prompts: Prompts, num_tokens: int) -> float:
         requests = [LlmRequest(i, prompt, num_tokens) for i, prompt in enumerate(prompts, 1)]
         start = time.perf_counter()
-        for _ in run_steps(engine, requests):
-            pass
+        steps = list(run_steps(self._engine, requests))
         seconds = time.perf_counter() - start
         assert all(len(each.tokens) == each.orig_prompt_len + num_tokens for each in requests)
+        shape = Shape(len(prompts), len(prompts[0]), num_tokens)
+        if shape.requests == 1:
+            step = statistics.median(steps[1:])  # behind the context
+            self._steps.setdefault(shape, []).append((step, read_bandwidth()))
         return seconds
 
-    return generate
+    def floors(self, shapes: list[Shape]) -> Iterator[dict[str, Any]]:
+        """Of each of ``shapes`` with one request: medians of its rounds."""
+        for shape in shapes:
+            if shape not in self._steps:
+                continue
+            step, bandwidth = map(statistics.median, zip(*self._steps[shape], strict=True))
+            floor = self._token_bytes / bandwidth
+            yield {
+                "dtype": self._dtype,
+                **asdict(shape),
+                "weight_bytes": self._token_bytes,
+                "read_gb_per_second": round(bandwidth / 1e9, 1),
+                "floor_ms": round(1000 * floor, 2),
+                "step_ms": round(1000 * step, 2),
+                "share": round(floor / step, 2),
+            }
 
 
 def _padded(model: Any) -> Generate:

@@ -42,7 +42,6 @@ from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
     LlmRequest,
-    LlmRequestState,
     ScheduledBatch,
     make_scheduler,
 )
@@ -50,7 +49,6 @@ from report import describe_run, write_result
 
 TOKENS_PER_BLOCK = 32
 PROMPT_LEN, SHARED_LEN, MAX_NEW = 128, 64, 256
-COMPLETE = LlmRequestState.GENERATION_COMPLETE
 DESIGNS = ("incremental", "overlapped", "naive")
 SHORT_POOL = 0.3
 TARGET_US = {1024: 1000.0, 4096: 1000.0}
@@ -105,7 +103,10 @@ class Load:
         is_overlapped = self.case.design == "overlapped"
         apply = self.planner.apply_tokens if is_overlapped else self.planner.update
         advanced = apply(batch, [7] * batch.num_drawn)
-        finished = [request for request in advanced if request.state is COMPLETE]
+        if self.tracked is None:
+            finished = [request for request in advanced if request.is_finished]
+        else:
+            finished = self.tracked.finished
         for request in finished:
             self.planner.release(request)
             if self.tracked is None:

@@ -9,6 +9,7 @@ from page import table, write
 from inflight_backend.models.families.registry import FAMILIES, ReadFamily
 from inflight_backend.models.families.sample import read_sample
 from inflight_backend.models.families.wrapped import WRAPPERS
+from inflight_backend.models.gguf.architectures import ARCHITECTURES
 from inflight_server.checkpoints.restrictions import restrictions_of
 
 HEADING = "## Families\n"
@@ -30,6 +31,8 @@ def render(old: str) -> str:
         table(("architecture", "`model_type`", "beside a Llama", "goes without"), rows),
         "\nDecoders inside multimodal checkpoints; `text_config` may name another one:\n\n",
         table(("architecture", "`model_type`", "usual decoder"), _wrappers()),
+        "\nGGUF files; several families may share a name:\n\n",
+        table(("`general.architecture`", "family"), _gguf()),
     ]
     return old.partition(HEADING)[0] + "".join(parts)
 
@@ -56,6 +59,11 @@ def _status(architecture: str) -> str:
 def _wrappers() -> Iterator[tuple[str, str, str]]:
     for name, (model_type, text_type) in sorted(WRAPPERS.items()):
         yield f"`{name}`", f"`{model_type}`", f"`{text_type}`"
+
+
+def _gguf() -> Iterator[tuple[str, str]]:
+    for name, architecture in sorted(ARCHITECTURES.items()):
+        yield f"`{name}`", f"`{architecture.name}`"
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ def _cpu_engine(result: Result) -> Iterator[Result]:
         for name, speed in speeds.items():
             over = "" if name == "inflight" else f" ({ours / speed:.2f}x)"
             cells[_field(name)] = f"{speed:.0f}{over}"
-        yield {**row, **cells}
+        yield {**row, **cells, "part": "speeds"}
+    for row in result.get("floors", ()):
+        yield {**row, "weight_mb": row["weight_bytes"] / 1e6, "part": "floors"}
 
 
 def _field(name: str) -> str:

@@ -159,7 +159,21 @@ def _open(paths: tuple[Path, ...], _: tuple[tuple[int, int], ...]) -> GgufFile:
         maps.append(content)
         metadata = metadata or found[0]
         tensors |= found[1]
-    return GgufFile(paths, metadata, tensors, tuple(maps))
+    numbers, named = _layer_numbers(metadata, len(maps))
+    return GgufFile(paths, metadata, tensors | named, (*maps, numbers))
+
+
+def _layer_numbers(
+    metadata: dict[str, Any], part: int
+) -> tuple[npt.NDArray[np.uint8], dict[str, GgufTensor]]:
+    """Numbers of an activation function, one for each layer, as tensors [1] in a part of their own:
+    there they are parameters, in files they are metadata."""
+    numbers, tensors = list[float](), dict[str, GgufTensor]()
+    for name in ("alpha_n", "alpha_p", "beta", "eps"):
+        for layer, number in enumerate(metadata.get(f"xielu.{name}", ())):
+            tensors[f"blk.{layer}.act_fn.{name}"] = GgufTensor("F32", (1,), part, 4 * len(numbers))
+            numbers.append(number)
+    return np.array(numbers, "<f4").view(np.uint8), tensors
 
 
 def _is_model(path: Path) -> bool:

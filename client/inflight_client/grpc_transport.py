@@ -1,16 +1,22 @@
 """Triton's gRPC protocol: requests to protobuf messages, messages and status codes back.
 
 A decoupled model answers only on ``ModelStreamInfer``. Every request gets a stream of its own; the
-channel is shared. An empty response with ``triton_final_response`` ends the answer.
+channel is shared, and what many requests answer may come on one more stream (`SharedStream`). An
+empty response with ``triton_final_response`` ends the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import re
 import struct
+import time
+import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
+from enum import Enum
 from typing import Any, Literal
 
 import grpc
@@ -28,7 +34,13 @@ from inflight_client.errors import (
 )
 from inflight_client.headers import Headers, denied, is_denied
 from inflight_client.options import Request, Response
-from inflight_protocol import DTYPE_TO_NUMPY, ERROR_CODES_PARAMETER, INPUT_BY_NAME
+from inflight_protocol import (
+    DTYPE_TO_NUMPY,
+    ERROR_CODES_PARAMETER,
+    INPUT_BY_NAME,
+    SHARED_PARAMETER,
+)
+from inflight_protocol.shared import SharedPart, decode_texts, unpack_parts
 from inflight_protocol.tensors import make_inputs
 
 _CODED_MESSAGE = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
@@ -39,6 +51,8 @@ _RECONNECT_MS = 1000
 # told otherwise (gRPC's guide on keepalive).
 _KEEPALIVE_MS = 310_000
 _KEEPALIVE_TIMEOUT_MS = 60_000
+
+_LAST_SECONDS = 1.0  # for the end of a request whose shared stream has ended
 
 _SIZE = struct.Struct("<I")  # of a text
 _FORMATS: Mapping[str, Literal["i", "q", "Q", "f", "?"]] = {
@@ -158,6 +172,134 @@ class GrpcResponses:
                 raise cancelled(address, num_responses) from None
         finally:
             stream.cancel()  # does nothing once the stream has ended
+
+
+class _End(Enum):
+    OF_REQUEST = 1
+    """Its own stream has ended in good order."""
+    OF_SHARED = 2
+
+
+_Arrival = SharedPart | Response | Exception | _End
+
+
+class SharedStream:
+    """One stream for what many requests answer: to read a message for each of their tokens takes
+    longer than all else that is done with it. Each request still has a stream of its own, on which
+    it ends. Belongs to the event loop in which it is made.
+    """
+
+    def __init__(self, transport: GrpcTransport) -> None:
+        """Begins to open it."""
+        self._transport = transport
+        self._name = uuid.uuid4().hex
+        self._tags = itertools.count()
+        self._arrived: dict[str, asyncio.Queue[_Arrival]] = {}
+        self._is_opened = asyncio.Event()  # or has ended
+        self._has_ended = False
+        self.failed_at = -math.inf
+        """By `time.monotonic`: when it ended, or turned out to be of no use, unless by `close`."""
+        self._reading = asyncio.create_task(self._read())
+
+    async def is_open(self, seconds: float) -> bool:
+        """Whether requests may use it, at the latest after ``seconds``."""
+        try:
+            await asyncio.wait_for(self._is_opened.wait(), seconds)
+        except asyncio.TimeoutError:
+            self.failed_at = time.monotonic()
+            self.close()
+        return self.is_usable
+
+    @property
+    def is_usable(self) -> bool:
+        """False once it has ended or is of no use for new requests."""
+        return not self._has_ended and self.failed_at == -math.inf
+
+    def is_over(self, pause: float) -> bool:
+        """Whether another may be opened in its place: ``pause`` seconds after it failed."""
+        return not self.is_usable and time.monotonic() > self.failed_at + pause
+
+    def close(self) -> None:
+        """No request uses it any more."""
+        self._has_ended = True
+        self._reading.cancel()
+
+    async def receive(
+        self, request: bytes, timeout: float | None
+    ) -> AsyncGenerator[Response, None]:
+        """The responses to a request that `encode_bytes` encoded, as `GrpcResponses.receive`; close
+        the generator to cancel it. Only while `is_usable`."""
+        address = self._transport.address
+        tag = str(next(self._tags))
+        arrived = self._arrived[tag] = asyncio.Queue()
+        own = asyncio.create_task(self._receive_own(request + self._place(tag), timeout, arrived))
+        has_all = has_ended = False
+        num_responses = 0
+        try:
+            while not (has_all and has_ended):
+                item = await arrived.get()
+                match item:
+                    case _End.OF_REQUEST:
+                        has_ended = True
+                    case _End.OF_SHARED:
+                        raise interrupted(address, num_responses)
+                    case SharedPart(tensors=None):
+                        has_all = True
+                    case SharedPart(tensors=dict(tensors)):
+                        num_responses += 1
+                        yield Response(decode_texts(tensors))
+                    case Response():  # the model was loaded again, and knows no such stream
+                        has_all, self.failed_at = True, time.monotonic()
+                        num_responses += 1
+                        yield item
+                    case ServerUnreachable() if num_responses:
+                        raise interrupted(address, num_responses)
+                    case Exception():
+                        raise item
+        finally:
+            del self._arrived[tag]
+            own.cancel()
+            if not self._arrived:
+                self.close()
+
+    async def _receive_own(
+        self, request: bytes, timeout: float | None, arrived: asyncio.Queue[_Arrival]
+    ) -> None:
+        try:
+            responses = self._transport.infer_encoded(request, timeout).receive()
+            async with aclosing(responses) as received:
+                async for response in received:
+                    arrived.put_nowait(response)
+            arrived.put_nowait(_End.OF_REQUEST)
+        except Exception as error:  # for the one who waits
+            arrived.put_nowait(error)
+
+    async def _read(self) -> None:
+        request = Request({"shared": True}, ("shared",), self._name)
+        try:
+            responses = self._transport.infer(request, None).receive()
+            async with aclosing(responses) as received:
+                async for response in received:
+                    self._is_opened.set()
+                    for part in unpack_parts(bytes(response.tensors["shared"])):
+                        if (arrived := self._arrived.get(part.tag)) is not None:
+                            arrived.put_nowait(part)
+        except InflightError:
+            pass  # requests have streams of their own then
+        finally:
+            if not self._has_ended:
+                self._has_ended, self.failed_at = True, time.monotonic()
+            self._is_opened.set()
+            loop = asyncio.get_running_loop()
+            for arrived in self._arrived.values():  # whose own streams may say why
+                loop.call_later(_LAST_SECONDS, arrived.put_nowait, _End.OF_SHARED)
+
+    def _place(self, tag: str) -> bytes:
+        """What makes a request one of this stream: of two messages in a row the maps are joined."""
+        message = service_pb2.ModelInferRequest()
+        message.parameters[SHARED_PARAMETER].string_param = f"{self._name} {tag}"
+        place: bytes = message.SerializeToString()
+        return place
 
 
 def _is_task_cancelled() -> bool:

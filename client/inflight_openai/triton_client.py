@@ -1,4 +1,4 @@
-"""The inference server behind the front: a gRPC stream per prompt, and its metrics page."""
+"""The inference server behind the front: prompts as gRPC streams, and its metrics page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import httpx
 from inflight_client.address import Address, default_url, parse_address
 from inflight_client.aio import ask, takes_requests
 from inflight_client.errors import InflightError, InvalidArgument, ServerError
-from inflight_client.grpc_transport import GrpcTransport, encode_bytes
+from inflight_client.grpc_transport import GrpcTransport, SharedStream, encode_bytes
 from inflight_client.headers import checked_headers
 from inflight_client.options import Request, Response, question, question_about
 from inflight_openai.errors import ApiError, from_server
@@ -33,6 +33,9 @@ _METRICS_SECONDS = 5.0
 _HEALTH_SECONDS = 5.0
 _DESCRIBE_SECONDS = 60.0
 _LIVE_SECONDS = 5.0
+_NUM_ALONE = 2  # calls at a time for which a stream of their own takes little
+_SHARED_SECONDS = 1.0  # for the shared stream to open
+_SHARED_PAUSE = 10.0  # until another is tried where one was refused or broke
 _NO_LIVE = (
     "the inference server, or its config.pbtxt, is too old to tell what is in flight: write it "
     "again with `inflight model-repository --force`"
@@ -84,6 +87,8 @@ class TritonClient:
         self._transport = GrpcTransport(self.address, checked_headers(headers))
         self._timeout = timeout
         self._inputs: frozenset[str] | None = None
+        self._num_calls = 0  # that run
+        self._shared: SharedStream | None = None
 
     async def describe(self) -> dict[str, Any]:
         """The server's description of its model."""
@@ -152,19 +157,33 @@ class TritonClient:
 
     async def close(self) -> None:
         """Close the connection."""
+        if self._shared is not None:
+            self._shared.close()
         await self._transport.close()
 
     async def _answer(
         self, request: GenerationRequest, call: bytes, prompt_index: int
     ) -> AsyncGenerator[Piece, None]:
         first_index = prompt_index * request.num_answers
-        responses = self._transport.infer_encoded(call, self._timeout)
-        async with aclosing(responses.receive()) as received:
-            try:
+        self._num_calls += 1
+        try:
+            async with aclosing(await self._send(call)) as received:
                 async for response in received:
                     yield _read_piece(response, first_index, request)
-            except ServerError as error:
-                raise from_server(error, request.guide_field) from None
+        except ServerError as error:
+            raise from_server(error, request.guide_field) from None
+        finally:
+            self._num_calls -= 1
+
+    async def _send(self, call: bytes) -> AsyncGenerator[Response, None]:
+        """The responses to a call: of many that run most share a stream, if the server can."""
+        if self._num_calls > _NUM_ALONE and "shared" in (self._inputs or ()):
+            shared = self._shared
+            if shared is None or shared.is_over(_SHARED_PAUSE):
+                shared = self._shared = SharedStream(self._transport)
+            if await shared.is_open(_SHARED_SECONDS):
+                return shared.receive(call, self._timeout)
+        return self._transport.infer_encoded(call, self._timeout).receive()
 
 
 class MetricsPage:

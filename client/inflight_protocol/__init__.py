@@ -91,6 +91,7 @@ __all__ = [
     "PROMPT_TOKENS",
     "RENAMED_INPUTS",
     "REUSE",
+    "SHARED_PARAMETER",
     "STREAMING_PARAMETER",
     "SUCCESSES",
     "TRITON_PARAMETERS",
@@ -108,6 +109,13 @@ ERROR_CODES_PARAMETER = "inflight_error_codes"
 A stream of Triton carries no code with an error. Its own way, the header ``triton_grpc_error``,
 must not be used: it ends about one in 200 refused requests with the abort of the whole server
 (24.10).
+"""
+
+SHARED_PARAMETER = "inflight_shared"
+"""Request parameter that has a request's answer come on a stream that it shares with others:
+``NAME TAG``, the id of the request that opened that stream (input ``shared``) and what the answer
+is called there. Its own stream ends it, with nothing or an error. Where there is no stream of this
+name the answer comes on its own, as without the parameter. See `shared`.
 """
 
 NOT_IN_FLIGHT = "not in flight"

@@ -79,6 +79,7 @@ _NOT_IN_ENSEMBLE = frozenset(
         "why",
         "recording",
         "live",
+        "shared",
     ]
 )
 

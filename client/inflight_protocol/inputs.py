@@ -186,6 +186,7 @@ _ROWS: tuple[TensorSpec | str, ...] = (
     TensorSpec("live", "BOOL", (1,), "say what is in flight and what has happened lately"),
     TensorSpec("live_since", "STRING", (1,), "the cursor of the live answer before"),
     TensorSpec("live_blocks", "BOOL", (1,), "say in it which request holds which block"),
+    TensorSpec("shared", "BOOL", (1,), "stream the answers of requests that name this one"),
     # Ours: when a request runs, and with whom it shares cached text. Names as in the Executor API
     # (priority, allottedTimeMs); its cacheSaltID is a number, ours a string: tenants have names.
     scalar("priority", "FP32", "0 to 1, the higher the earlier; default 0.5"),
@@ -230,6 +231,7 @@ CONTROL_INPUTS: frozenset[str] = frozenset(
         "live",
         "live_since",
         "live_blocks",
+        "shared",
         "text_input",
         "num_return_sequences",
         "return_finish_reason",

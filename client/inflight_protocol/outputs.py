@@ -64,6 +64,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("why", "STRING", (-1,), "why a request waits, as JSON"),
     TensorSpec("recording", "STRING", (-1,), "decisions as JSON lines"),
     TensorSpec("live", "STRING", (-1,), "what is in flight and has happened, as JSON"),
+    TensorSpec("shared", "UINT8", (-1,), "what several requests answer, as MessagePack"),
 )
 
 OUTPUT_BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in OUTPUTS}

@@ -277,6 +277,39 @@ def test_a_model_of_sentencepiece_in_a_gguf_file(tmp_path: Path, architecture: s
     assert codec.end_id == 2
 
 
+def test_pairs_of_characters_in_a_gguf_file(tmp_path: Path) -> None:
+    """As Gemma's own tokenizer has it: signs for spaces, bytes where there is no token."""
+    oracle = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    oracle.normalizer = normalizers.Replace(" ", "\u2581")
+    oracle.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|tool>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        special_tokens=[*special, *(f"<0x{each:02X}>" for each in range(256))],
+        show_progress=False,
+    )
+    oracle.train_from_iterator([each.replace("z", "") for each in CORPUS], trainer)
+    content = json.loads(oracle.to_str())["model"]
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    tokens = sorted(content["vocab"], key=content["vocab"].__getitem__)
+    writer.add_token_list(tokens)
+    kinds = [3, 3, 3, 2, 4, *[6] * 256]
+    writer.add_token_types(kinds + [1] * (len(tokens) - len(kinds)))
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_merges([" ".join(pair) for pair in content["merges"]])
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    codec = TextCodec(path)
+    for text in (*CORPUS, "a <|tool>\n\n b<bos>", "z\n\nZ", UNSEEN):
+        assert encoded(codec, text) == [2, *oracle.encode(text).ids], text
+        assert codec.decode(encoded(codec, text)[1:]) == text.replace("<bos>", "")
+
+
 @pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("kind", "cuts"),
@@ -347,6 +380,8 @@ _PIECES = {
     "deepseek-coder": "Ab| cafés|\n|\n| |1|2| Աբ| a|'|b| (|x|)|、| |漢が| \t ",
     "deepseek-v3": "Ab| cafés|\n\n| |12| Աբ| a|'b| (|x|)、| |漢が| \t ",
     "qwen35": "Ab| cafés|\n\n| |1|2| Աբ| a|'b| (|x|)、| 漢が| \t ",
+    "bloom": "Ab| cafés|\n\n| 12| Աբ| a'b| (|x|)、| 漢が| \t ",
+    "seed-coder": "Ab| cafés|\n\n| |1|2| Աբ| a|'b| (|x|)、| 漢が| \t ",
     "command-r": "Ab| cafés|\n\n |1|2| Աբ| a|'|b| (|x|)、| 漢が| \t ",
     "default": "Ab| cafés|\n\n| |12| Աբ| a|'|b| |(|x|)、| 漢が| \t ",
 }

@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ import pytest
 from support.calls import WAIT_SECONDS, assert_counts, wait_for_active
 from support.front_process import FrontProcess
 from support.server_process import HOST, ServeProcess, free_ports
+
+from inflight_client.address import parse_address
+from inflight_client.errors import ServerError
+from inflight_client.grpc_transport import GrpcTransport, SharedStream, encode_bytes
+from inflight_client.options import Request, Response
 
 pytestmark = pytest.mark.e2e
 
@@ -310,8 +316,53 @@ def test_concurrent_streams_do_not_mix(front: FrontProcess, server: ServeProcess
     wait_for_active(server, 0)
 
 
+def test_a_shared_stream_brings_what_own_streams_bring(server: ServeProcess) -> None:
+    """Each kind of tensor, an error, and one that is given up; while others go on."""
+    values = {"input_lengths": 4, "request_output_len": 40, "streaming": True}
+    outputs = ("text_output", "output_ids", "sequence_length", "output_log_probs", "finish_reason")
+
+    def call(first: int, request_id: str, **more: Any) -> bytes:
+        own = {"input_ids": [0, 18, first, 19], "return_log_probs": True, **values, **more}
+        return encode_bytes(Request(own, outputs, request_id))
+
+    async def read(responses: AsyncGenerator[Response, None]) -> dict[str, list[Any]]:
+        read: dict[str, list[Any]] = {name: [] for name in outputs}
+        async with aclosing(responses):
+            async for response in responses:
+                for name, found in response.tensors.items():
+                    read[name] += found
+        counts, reasons = read.pop("sequence_length"), read.pop("finish_reason")
+        return {**read, "text_output": ["".join(read["text_output"])], "last": reasons[-1:]} | {
+            "count": [sum(counts)]
+        }
+
+    async def run() -> None:
+        transport = GrpcTransport(parse_address(server.grpc_url, "grpc"))
+        shared = SharedStream(transport)
+        assert await shared.is_open(WAIT_SECONDS)
+        calls = [call(200 + i, "") for i in range(6)]
+        given_up = shared.receive(call(220, "given-up", request_output_len=8000), None)
+        await anext(given_up)
+        refused = read(shared.receive(call(220, "", beam_width=0), None))
+        *together, error = await asyncio.gather(
+            *(read(shared.receive(each, None)) for each in calls), refused, return_exceptions=True
+        )
+        assert isinstance(error, ServerError)
+        assert "beam_width" in str(error)
+        assert shared.is_usable, "no answer has come on an own stream"
+        await given_up.aclose()
+        assert not shared.is_usable, "that was the last one"
+        alone = [await read(transport.infer_encoded(each, None).receive()) for each in calls]
+        assert together == alone
+        assert alone[0]["count"] == [40]
+        await transport.close()
+
+    asyncio.run(run())
+    wait_for_active(server, 0)
+
+
 @pytest.mark.parametrize("is_streaming", [True, False])
-@pytest.mark.parametrize("num_prompts", [1, 3])
+@pytest.mark.parametrize("num_prompts", [1, 3, 9])
 def test_a_client_that_leaves_ends_its_request_on_the_server(
     front: FrontProcess, server: ServeProcess, is_streaming: bool, num_prompts: int
 ) -> None:
@@ -431,13 +482,16 @@ def wait_until_not_ready(http: httpx.Client) -> None:
 
 
 @pytest.mark.slow
-def test_a_missing_a_draining_and_a_killed_server(tmp_path: Path, serve: Any) -> None:
+@pytest.mark.parametrize("num_prompts", [1, 5])  # more than two share a stream
+def test_a_missing_a_draining_and_a_killed_server(
+    tmp_path: Path, serve: Any, num_prompts: int
+) -> None:
     [unused] = free_ports(1)
     failed = FrontProcess(tmp_path, f"{HOST}:{unused}")
     assert failed.process.wait(timeout=WAIT_SECONDS) == 1
     assert f"no server answers at grpc://{HOST}:{unused}" in failed.output
     own = serve()
-    body = ANSWER | {"max_tokens": 8000, "stream": True}
+    body = ANSWER | {"max_tokens": 8000, "stream": True, "prompt": ["1 2 3"] * num_prompts}
     with (
         FrontProcess(tmp_path, own.grpc_url) as front,
         httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT_SECONDS) as http,

@@ -38,7 +38,7 @@ def test_chat_into_a_pipe(front: FrontProcess, tmp_path: Path) -> None:
     saved = tmp_path / "chat.json"
     lines = [
         "/set max_tokens 9",
-        "/set temperature 0",
+        "/set temperature=0",
         "/set temprature 2",
         "1 2 \\",
         "3 4",

@@ -7,10 +7,12 @@ and whether the client went away before the end.
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,6 +23,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
 from inflight_protocol import DTYPE_TO_NUMPY, NOT_IN_FLIGHT
+from inflight_protocol.shared import SharedPart, pack_parts
 
 GAP_SECONDS = 0.01
 MODEL = "tensorrt_llm"
@@ -60,6 +63,8 @@ class LocalTriton:
 
     arrivals: list[Arrival] = field(default_factory=list)
     stops: set[str] = field(default_factory=set)
+    shared: dict[str, queue.Queue[SharedPart | None]] = field(default_factory=dict)
+    """What waits on each shared stream (gRPC), by name; None ends it."""
     refusal: str = ""  # to the question whether it is ready; "silent": no answer
     key: tuple[str, str] | None = None  # header that every call must have, as restricted APIs want
 
@@ -211,10 +216,20 @@ class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
             values = _values(request)
             arrival = self._triton.arrive(request.id, values, outputs, request.model_name)
             context.add_callback(arrival.is_left.set)
+            if values.get("shared"):
+                yield from self._share(request.id, arrival)
+                continue
+            place = request.parameters["inflight_shared"].string_param
+            name, _, tag = place.partition(" ")
+            shared = self._triton.shared.get(name)
             try:
                 for tensors in self._triton.answer(arrival):
                     asked = {n: tensor for n, tensor in tensors.items() if n in outputs}
-                    yield _response(asked, is_final=False)
+                    if shared is None:
+                        yield _response(asked, is_final=False)
+                    else:
+                        shared.put(SharedPart(tag, _packed(asked)))
+                        shared.put(SharedPart("nobody", {}))
             except ModelError as error:
                 yield service_pb2.ModelStreamInferResponse(error_message=str(error))
             except Broken:
@@ -222,10 +237,28 @@ class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
             else:
                 assert request.parameters["triton_enable_empty_final_response"].bool_param
                 yield _response({}, is_final=True)
+                if shared is not None:
+                    shared.put(SharedPart(tag, None))
             # A client that hangs up instead of reading to the end is seen in this time.
             time.sleep(5 * GAP_SECONDS)
             if not arrival.is_left.is_set():
                 arrival.is_completed.set()
+
+    def _share(self, name: str, arrival: Arrival) -> Iterator[Any]:
+        parts = self._triton.shared[name] = queue.Queue()
+        yield _response({"shared": pack_parts([])}, is_final=False)
+        while not arrival.is_left.is_set():
+            with suppress(queue.Empty):
+                if (part := parts.get(timeout=GAP_SECONDS)) is None:
+                    return
+                yield _response({"shared": pack_parts([part])}, is_final=False)
+
+
+def _packed(tensors: Tensors) -> dict[str, list[Any]]:
+    return {
+        name: [each.encode() if isinstance(each, str) else each for each in values]
+        for name, values in tensors.items()
+    }
 
 
 def _values(request: Any) -> Tensors:
@@ -247,7 +280,9 @@ def _response(tensors: Tensors, is_final: bool) -> Any:
     message = service_pb2.ModelStreamInferResponse()
     response = message.infer_response
     for name, value in tensors.items():
-        if isinstance(value[0], str):
+        if isinstance(value, bytes):
+            array, raw, datatype = np.frombuffer(value, np.uint8)[None], value, "UINT8"
+        elif isinstance(value[0], str):
             array = np.array([[item.encode() for item in value]], dtype=np.object_)
             raw, datatype = serialize_byte_tensor(array).item(), "BYTES"
         else:

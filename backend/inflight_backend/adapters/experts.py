@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inflight_backend.models.blocks.lora import AdapterPart
 from inflight_backend.models.config import ModelConfig, MoeConfig, WeightNames
-from inflight_backend.models.parameters import NAMES_BESIDE, Source, decoder_parameters
+from inflight_backend.models.parameters import Source, decoder_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def layers_of_experts(config: ModelConfig) -> Iterator[ExpertLayer]:
         if isinstance(layer.mlp, MoeConfig):
             yield _layer(config, names, layer.mlp, prefix, folder)
         if layer.experts_beside is not None:
-            beside = replace(names, mlp="", **NAMES_BESIDE)
+            beside = replace(names.of_experts_beside(), mlp="")
             yield _layer(config, beside, layer.experts_beside, f"{prefix}beside.", folder)
 
 

@@ -65,7 +65,11 @@ def module_targets(config: ModelConfig) -> dict[str, list[Target | HeadTarget]]:
     A module may fill several places: queries with gates in them, keys that are values, too.
     """
     found: dict[str, list[Target | HeadTarget]] = {}
+    # Their rows and columns are not in the order of the modules.
+    tiled = tuple(f"{_OF_LAYERS}{i}.delta." for i, each in config.deltas.items() if each.is_tiled)
     for spec in decoder_parameters(config):
+        if spec.name.startswith(tiled):
+            continue
         if not ((spec.is_linear or spec.is_gate) and spec.name.startswith(_OF_LAYERS)):
             continue
         start = 0

@@ -486,7 +486,7 @@ class GptManager:
         self._gatherer.executed(outcome.advanced, outcome.outputs)
         self.times.stepped(self._batch, outcome.advanced, self._batcher.num_paused)
         self._stop_words.check()
-        for request in outcome.concerned:
+        for request in outcome.concerned(self._active):
             self._apply(request)
         for request in outcome.failed:
             if self._active.get(request.request_id) is request:  # else a later one has its id

@@ -32,9 +32,9 @@ from inflight_backend.manager.health import means_lost_device
 from inflight_backend.manager.parameters import OverlapScheduler as OverlapScheduler
 from inflight_scheduler import (
     NO_CANDIDATES,
+    ActiveRequests,
     Candidates,
     LlmRequest,
-    LlmRequestState,
     ScheduledBatch,
 )
 
@@ -60,16 +60,16 @@ class StepOutcome:
     is_completed: bool = False
     lowest_token: int = -1
 
-    @property
-    def concerned(self) -> Sequence[LlmRequest]:
-        """Those of ``advanced`` whose token may call for a response.
+    def concerned(self, active: ActiveRequests) -> Sequence[LlmRequest]:
+        """Those of ``active`` whose token may call for a response.
 
         Thousands may wait for whole answers: a look at each costs as much as scheduling it.
         """
         if self.lowest_token < 0 or self.outputs is not None:
             return self.advanced
-        done = LlmRequestState.GENERATION_COMPLETE
-        return [each for each in self.advanced if each.is_streaming or each.state is done]
+        if active.num_streaming == 0:
+            return active.finished
+        return [each for each in self.advanced if each.is_streaming or each.is_finished]
 
 
 class StepLoop:

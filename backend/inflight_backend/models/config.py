@@ -67,8 +67,8 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
-    """Sizes of a gated delta rule (`blocks.gated_delta`). ``is_joined``: the checkpoint has all of
-    a key head's projections in one linear."""
+    """Sizes of a gated delta rule (`blocks.gated_delta`). Value heads of one key head are
+    neighbours; ``is_tiled``: each has all key heads' one after the other."""
 
     num_key_heads: int
     num_value_heads: int
@@ -76,7 +76,7 @@ class DeltaConfig:
     value_dim: int
     conv_size: int
     norm_eps: float
-    is_joined: bool
+    is_tiled: bool = False
 
     @property
     def key_size(self) -> int:
@@ -298,6 +298,52 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNames:
+    """Where a checkpoint has the tensors of a gated delta rule.
+
+    ``inputs`` and ``gates``: one linear that has all of a key head's projections side by side, or
+    two (queries, keys and values, and what gates the answer; strengths and steps). ``is_rate``: for
+    A_log there is what it stands for, -exp(A_log).
+    """
+
+    folder: str = "linear_attn."
+    inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")
+    gates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
+    conv: str = "conv1d"
+    rate: str = "A_log"
+    step_bias: str = "dt_bias"
+    norm: str = "norm"
+    output: str = "out_proj"
+    is_rate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputNames:
+    """Where a checkpoint has the inputs of each layer (`blocks.layer_inputs`): the first three are
+    the model's, the others each layer's."""
+
+    embedding: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    projection_norm: str = "per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    output: str = "per_layer_projection"
+    norm: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class BesideNames:
+    """Where a checkpoint has the experts beside a dense layer (Gemma 4)."""
+
+    router: str = "router.proj"
+    layout: str = "stacked"
+    gate_up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    input_norm: str = "pre_feedforward_layernorm_2"
+    output_norm: str = "post_feedforward_layernorm_2"
+    dense_norm: str = "post_feedforward_layernorm_1"
+
+
+@dataclass(frozen=True, slots=True)
 class WeightNames:
     """Where a checkpoint has its tensors; parts of names, joined as ``prefix + layers + number``.
 
@@ -361,8 +407,26 @@ class WeightNames:
     shared_parts: tuple[str, str] | None = None
     shared_down: str = "down_proj"
     shared_gate: str = "shared_expert_gate"
+    router_scale: str = "router.scale"
+    expert_scales: str = "router.per_expert_scale"
+    scalar: str = "layer_scalar"
+    delta: DeltaNames = DeltaNames()
+    layer_input: LayerInputNames = LayerInputNames()
+    beside: BesideNames = BesideNames()
     is_transposed: bool = False
     expert_layout: str = "each"
+
+    def of_experts_beside(self) -> WeightNames:
+        """The same with the names of `beside` for the experts."""
+        beside = self.beside
+        return replace(
+            self,
+            router=beside.router,
+            expert_layout=beside.layout,
+            expert_gate=beside.gate_up,
+            expert_up=beside.gate_up,
+            expert_down=beside.down,
+        )
 
 
 NORMS_OF_BLOCK = {

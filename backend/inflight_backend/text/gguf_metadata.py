@@ -53,7 +53,7 @@ def read_ends(file: GgufFile) -> dict[str, str]:
 def adds_bos(file: GgufFile) -> bool:
     """Whether texts begin with ``bos_token``."""
     model, pre = (file.value(f"{_PREFIX}{key}") for key in ("model", "pre"))
-    default = pre in BEGINNING if model == "gpt2" else model == "llama"
+    default = pre in BEGINNING if model == "gpt2" else model in ("llama", "gemma4")
     return bool(file.value(f"{_PREFIX}add_bos_token", default))
 
 

@@ -67,6 +67,12 @@ _QWEN35 = (
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+_BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 _UNKNOWN_KIND = (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")
 
 _PATTERNS: dict[str, tuple[str, ...]] = {
@@ -83,6 +89,8 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
         (_QWEN2,),
     ),
     "qwen35": (_QWEN35,),
+    "bloom": (_BLOOM,),
+    "seed-coder": (_SEED,),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_O200K,)),
     "tekken": (_TEKKEN,),
     "deepseek-llm": _DEEPSEEK_LLM,
@@ -145,7 +153,12 @@ def _byte_pairs(file: GgufFile) -> tuple[Tokenizer, dict[int, AddedToken]]:
     if pre in _COMPOSING:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, {
+    return tokenizer, _named(tokens)
+
+
+def _named(tokens: list[tuple[str, float, int]]) -> dict[int, AddedToken]:
+    """Those that texts may name."""
+    return {
         number: AddedToken(text, normalized=False, special=kind != _USER_DEFINED)
         for number, (text, _, kind) in enumerate(tokens)
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
@@ -205,8 +218,26 @@ def _pieces(kind: int, file: GgufFile) -> tuple[Tokenizer, dict[int, AddedToken]
     return tokenizer, tokens
 
 
+def _character_pairs(file: GgufFile) -> tuple[Tokenizer, dict[int, AddedToken]]:
+    """Of Gemma 4: merges are of characters, with a sign for spaces, in lines; a character without a
+    token is its bytes."""
+    tokens = _tokens(file)
+    unknown = next((text for text, _, kind in tokens if kind == _UNKNOWN), None)
+    merges = [_pair(each) for each in file.value(f"{_PREFIX}merges", [])]
+    vocab = {text: number for number, (text, _, _) in enumerate(tokens)}
+    model = BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer, _named(tokens)
+
+
 _KINDS: dict[str, Callable[[GgufFile], tuple[Tokenizer, dict[int, AddedToken]]]] = {
     "gpt2": _byte_pairs,
+    "gemma4": _character_pairs,
     "llama": lambda file: _pieces(BPE_KIND, file),
     "t5": lambda file: _pieces(UNIGRAM_KIND, file),
 }

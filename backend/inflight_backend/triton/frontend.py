@@ -34,6 +34,7 @@ from inflight_backend.triton.introspection import Introspection, ModelInfo
 from inflight_backend.triton.queue import RequestIds, RequestQueue
 from inflight_backend.triton.relay_server import RelayConnection
 from inflight_backend.triton.relay_wire import RelayedRequest, RelayedResponseFactory
+from inflight_backend.triton.shared_answers import SharedAnswers, SharedResponseFactory
 from inflight_backend.triton.watchdog import Progress
 from inflight_backend.triton_io.aliases import expand
 from inflight_backend.triton_io.answer_stream import AnswerStream
@@ -101,6 +102,7 @@ class Frontend:
         self._queue = queue
         self._dispatcher = dispatcher
         self._feeds = feeds
+        self._shared = SharedAnswers(dispatcher.call_soon)
         self._manager = manager
         self._introspection = Introspection(manager, queue, dispatcher, model_info)
         self._codec = codec
@@ -120,14 +122,19 @@ class Frontend:
 
     @property
     def has_streams(self) -> bool:
-        """True while a client may leave: a request is in flight, or a feed open."""
-        return bool(self._live or self._feeds)
+        """True while a client may leave: a request is in flight, a feed or shared stream open."""
+        return bool(self._live or self._feeds or self._shared)
 
     def accept(self, triton_request: Any) -> None:
         """Take one request; it is answered here or later, but always exactly once to the end."""
         head = read_head(triton_request)
         factory = self._coded if head.asks_for_codes else self._factory
         sender = triton_request.get_response_sender()
+        if (shared := self._shared.sender(head.shared, sender)) is not None:
+            sender, factory = (
+                shared,
+                SharedResponseFactory(factory.pb_utils, factory.is_decoupled, factory.tells_codes),
+            )
         stream = ResponseSender(sender, factory, count_error=self._count_error)
         self._take(stream, lambda: TritonRequest.read(triton_request, head, self._outputs))
 
@@ -176,8 +183,13 @@ class Frontend:
             numbers = self._groups.get(number, [number])  # the end of the stream forgets them
             stream.abort(message)
             self._stop_each(numbers)
-        self._feeds.close()
+        self.close_feeds()
         self._introspection.fail_all(message)
+
+    def close_feeds(self) -> None:
+        """End the streams that never end by themselves; never raises."""
+        self._feeds.close()
+        self._shared.close()
 
     def expire_queued(self) -> None:
         """End the requests whose deadline has passed in the queue, with an error that says why."""
@@ -194,6 +206,7 @@ class Frontend:
             if stream.is_cancelled():
                 self.stop_group(number)
         self._feeds.check_cancelled()
+        self._shared.check_cancelled()
 
     def _check_one_response(self, prompts: Sequence[Prompt], num_answers: int) -> None:
         """`InvalidRequest` for what has several responses, where Triton takes one only."""
@@ -231,6 +244,8 @@ class Frontend:
                         self._stop_by_name(request.request_id, stream)
                     case RequestKind.STATS:
                         self._send_stats(request, stream)
+                    case RequestKind.SHARED:
+                        self._share(request.request_id, stream)
                     case _:
                         self._inform(request, stream)
             except BaseException as error:  # whatever a request contains, it ends only itself
@@ -330,6 +345,13 @@ class Frontend:
         if self._queue.is_draining:
             raise CapacityExceeded("the server is shutting down; it feeds no more statistics")
         self._feeds.open(stream, self._last_stats, lambda: self._queue.refusal)
+
+    def _share(self, name: str, stream: ResponseSender) -> None:
+        if not self._factory.is_decoupled:
+            raise InvalidRequest("'shared' needs a decoupled deployment")
+        if self._queue.is_draining:
+            raise CapacityExceeded("the server is shutting down; it opens no more shared streams")
+        self._shared.open(name, stream)
 
     def _last_stats(self) -> str:
         return self._queue.add_to(self._manager.stats_json)

@@ -520,7 +520,7 @@ class TritonPythonModel:
             self._frontend.end_all(_LEAVING)
         if self._frontend.num_live or self._relays.num_open:
             return
-        self._feeds.close()  # which never end by themselves
+        self._frontend.close_feeds()
         if not self._is_drained:
             self._is_drained = self._status.write("drained")
 

@@ -17,7 +17,12 @@ import numpy as np
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.log import get_logger
 from inflight_backend.requests.inference_request import Array
-from inflight_protocol import ENSEMBLE_MODEL_NAME, ERROR_CODES_PARAMETER, LLM_MODEL_NAME
+from inflight_protocol import (
+    ENSEMBLE_MODEL_NAME,
+    ERROR_CODES_PARAMETER,
+    LLM_MODEL_NAME,
+    SHARED_PARAMETER,
+)
 from inflight_protocol.aliases import names_of
 
 _logger = get_logger(__name__)
@@ -33,13 +38,15 @@ MAX_TEXT_SIZE = 4096
 class RequestHead:
     """``settings``: the parameters that are neither Triton's nor ours, each a bool, number or text.
 
-    ``fault`` says what of all this could not be read; "" if all could.
+    ``shared``: of `SHARED_PARAMETER`, "" if it was not sent. ``fault`` says what of all this could
+    not be read; "" if all could.
     """
 
     request_id: str = ""
     asks_for_codes: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     fault: str = ""
+    shared: str = ""
 
     def check(self) -> None:
         """`InvalidRequest` for what could not be read."""
@@ -111,7 +118,10 @@ def _read(request_id: str, text: str) -> RequestHead:
     asks_for_codes = settings.pop(ERROR_CODES_PARAMETER, False)
     if not isinstance(asks_for_codes, bool):
         fault = f"'{ERROR_CODES_PARAMETER}' must be true or false"
-    return RequestHead(request_id, asks_for_codes is True, settings, fault)
+    shared = settings.pop(SHARED_PARAMETER, "")
+    if not isinstance(shared, str):
+        shared, fault = "", f"'{SHARED_PARAMETER}' must be a text"
+    return RequestHead(request_id, asks_for_codes is True, settings, fault, shared)
 
 
 def read_inputs(triton_request: Any) -> dict[str, Array]:

@@ -24,7 +24,7 @@ from inflight_scheduler import LlmRequest, OutputParams
 
 _TOKEN_OUTPUTS = frozenset({"output_ids", "sequence_length"})
 _TEXT_OUTPUTS = frozenset({"text_output"})
-_ANSWERS = frozenset({"stats", "why", "recording", "description", "live"})
+_ANSWERS = frozenset({"stats", "why", "recording", "description", "live", "shared"})
 _OUTPUTS = frozenset(spec.name for spec in protocol.OUTPUTS if spec.is_honoured) - _ANSWERS
 # Sent to clients that name them; those of `_BY_INPUT` also to clients that name no output.
 _BY_NAME_ONLY = frozenset({"finish_reason", "batch_index", "sequence_index"})

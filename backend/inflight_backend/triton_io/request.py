@@ -53,6 +53,7 @@ class RequestKind(Enum):
     WHY = "why"
     ADAPTERS = "lora_adapters"
     LIVE = "live"
+    SHARED = "shared"
 
 
 @dataclass(frozen=True, slots=True)

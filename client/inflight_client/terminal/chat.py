@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import sys
 import time
@@ -42,6 +43,8 @@ SETTINGS = (
 )
 """What ``/set`` takes: a server passes over other names, and nobody would notice."""
 
+_SEPARATOR = re.compile(r"\s*=\s*|\s+")  # of ``/set NAME VALUE``, or NAME=VALUE
+
 _HISTORY_LINES = 1000
 _BLOCK = '"""'
 
@@ -69,7 +72,8 @@ class Conversation:
 
     def set(self, argument: str) -> str:
         """Set, or take back, a field of the requests; what to tell."""
-        name, _, text = argument.partition(" ")
+        name, *values = _SEPARATOR.split(argument, maxsplit=1)
+        text = "".join(values)
         if not name:
             told = [f"{name} = {json.dumps(value)}" for name, value in self.settings.items()]
             return "\n".join(told) or "nothing is set"

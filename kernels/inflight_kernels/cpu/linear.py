@@ -57,7 +57,7 @@ from inflight_kernels.cpu.threads import Kernel, Stage
 _ROWS_AT_A_TIME = 64
 _HIGH, _LOW = (8, 4) if HAS_WIDE_REGISTERS else (4, 2)
 _PANELS, _PANELS_OF_ONE_ROW = (3, 6) if HAS_WIDE_REGISTERS else (1, 3)
-_PREFETCH_BYTES = 1024
+_PREFETCH_BYTES = 2048
 _PIECES_AHEAD = 2
 """Whose weight is read meanwhile: a thread takes it next if there are two; if there are more, it
 comes into the cache that they share."""
@@ -261,7 +261,6 @@ _tile_high_wide, _tile_low_wide, _tile_1_wide = (
     _make_tile(rows, _PANELS) for rows in (_HIGH, _LOW, 1)
 )
 _tile_high, _tile_1 = (_make_tile(rows, 1) for rows in (_HIGH, 1))
-_tile_of_one_row = _make_tile(1, _PANELS_OF_ONE_ROW)
 
 
 @njit(**FAST)
@@ -328,13 +327,7 @@ def multiply_panels(
     while first < end:
         panel, place = weight + first * stride_panel, out + first * WIDTH * size
         own_bias = part_of_bias(bias, first)
-        if count == 1 and end - first == _PANELS_OF_ONE_ROW:
-            _tile_of_one_row(
-                like, x, stride_x, panel, stride_panel, steps, own_bias, place, stride_out,
-                _PREFETCH_BYTES,
-            )  # fmt: skip
-            first = end
-        elif first + _PANELS <= end:
+        if first + _PANELS <= end:
             _multiply_wide(
                 like, x, stride_x, panel, stride_panel, steps, own_bias, place, stride_out, count
             )

@@ -66,7 +66,7 @@ _ROWS_AT_A_TIME = 64
 _ROWS = (8, 4, 1) if HAS_WIDE_REGISTERS else (4, 2, 1)
 _HIGH, _LOW, _ = _ROWS
 _PANELS, _PANELS_OF_ONE_ROW = (2, 6) if HAS_WIDE_REGISTERS else (1, 3)
-_PREFETCH_BYTES = 1024
+_PREFETCH_BYTES = 2048
 _MOST_COLUMNS = 1 << 16
 """Of which products of 8 bits are added up in 32."""
 _FEW = 32_768

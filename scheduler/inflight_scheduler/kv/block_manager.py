@@ -495,7 +495,7 @@ class BlockManager:
         What it holds counts, also what wrong drafts have left over.
         """
         num_cached = request.num_cached_tokens
-        num_places = self.num_blocks_of(request.request_id) * self.tokens_per_block
+        num_places = len(self._tables.get(request.request_id, ())) * self.tokens_per_block
         if self.window_groups:
             tables = [group.tables.get(request.request_id, ()) for group in self.window_groups]
             num_places = min(num_places, min(map(len, tables)) * self.tokens_per_block)

@@ -78,7 +78,6 @@ class ReuseIndex:
         "_group_of",
         "_hash_key",
         "_keys_to_blocks",
-        "_last",
         "_listener",
         "_packed_block",
         "_partial_match",
@@ -117,7 +116,6 @@ class ReuseIndex:
         self._starts: dict[int, bytes] = {}
         self._beginnings: dict[bytes, int] = {}
         self._version = 0
-        self._last = b"", b""  # the key that was computed last, and of what content
 
     def add(
         self, request: LlmRequest, block_ids: Sequence[int], first: int = 0, group: int = 0
@@ -126,10 +124,11 @@ class ReuseIndex:
 
         Returns those that have been entered, with their keys: of the others the text is known.
         """
-        keys, entered = request.block_keys, []
-        known = self._keys_to_blocks[group]
-        for index, block_id in enumerate(block_ids, start=first):
-            key = keys[index] if index < len(keys) else self._key(request, index)
+        end = first + len(block_ids)
+        self._compute_keys(request, end)
+        known, entered = self._keys_to_blocks[group], []
+        keys = islice(request.block_keys, first, end)
+        for index, block_id, key in zip(range(first, end), block_ids, keys, strict=True):
             if key in known:
                 continue
             self.enter(key, block_id, group)
@@ -137,10 +136,8 @@ class ReuseIndex:
             if self._listener is not None and group == 0:
                 self._listener.stored(request, index, key)
             if self.may_copy and group == 0:
-                last_key, content = self._last
-                if last_key != key:
-                    content = self._content(request, index, self._parent(request, index))
-                self._starts[block_id] = content
+                parent = self._parent(request, index)
+                content = self._starts[block_id] = parent + self._pack(request, index, index + 1)
                 self._beginnings[content[:_BEGINNING_SIZE]] = block_id
         return entered
 
@@ -160,8 +157,7 @@ class ReuseIndex:
 
     def hashes(self, request: LlmRequest, start: int, end: int) -> bytes:
         """The first `HASH_SIZE` bytes of the keys of blocks ``start .. end - 1`` of the text."""
-        if end > start:
-            self._key(request, end - 1)
+        self._compute_keys(request, end)
         return b"".join([key[:HASH_SIZE] for key in request.block_keys[start:end]])
 
     def forget(self, block_id: int) -> None:
@@ -295,8 +291,10 @@ class ReuseIndex:
     def _leading_blocks(self, request: LlmRequest) -> list[int]:
         """The blocks of group 0 with the beginning of the prompt, as far as all of it is there."""
         known, block_ids = self._keys_to_blocks[0], []
-        for index in range(self._num_prompt_blocks(request)):
-            block_id = known.get(self._key(request, index))
+        num_blocks = self._num_prompt_blocks(request)
+        self._compute_keys(request, num_blocks)
+        for key in islice(request.block_keys, num_blocks):
+            block_id = known.get(key)
             if block_id is None:
                 break
             block_ids.append(block_id)
@@ -329,28 +327,39 @@ class ReuseIndex:
         if index > 0:
             return self._key(request, index - 1)
         if request.lora_task_id is None:
-            return self._hash(request.cache_salt, b"salt")
+            return self._root(request.cache_salt, b"salt")
         # An id may come again with other weights, once they were evicted.
         adapter = request.lora_digest or b"%d:" % request.lora_task_id
-        return self._hash(adapter + request.cache_salt, b"adapter")
+        return self._root(adapter + request.cache_salt, b"adapter")
 
     def _key(self, request: LlmRequest, index: int) -> bytes:
-        """Key of block ``index``; kept with the request, whose text only ever grows."""
+        """Key of block ``index``."""
+        if index >= len(request.block_keys):
+            self._compute_keys(request, index + 1)
+        return request.block_keys[index]
+
+    def _compute_keys(self, request: LlmRequest, end: int) -> None:
+        """Those of the first ``end`` blocks; kept with the request, whose text only ever grows."""
         keys = request.block_keys
-        while len(keys) <= index:
-            parent = keys[-1] if keys else self._parent(request, 0)
-            content = self._content(request, len(keys), parent)
-            keys.append(self._hash(content, b"block"))
-            self._last = keys[-1], content
-        return keys[index]
+        if end <= len(keys):
+            return
+        packed = self._pack(request, len(keys), end)
+        key = self._parent(request, len(keys))
+        size = calcsize(self._packed_block)
+        empty_hasher = _keyed_hasher(self._hash_key, b"block")
+        for start in range(0, len(packed), size):
+            hasher = empty_hasher.copy()
+            hasher.update(key + packed[start : start + size])
+            key = hasher.digest()
+            keys.append(key)
 
-    def _content(self, request: LlmRequest, index: int, parent: bytes) -> bytes:
-        """What block ``index`` holds: the key of ``parent``, the block before, and its tokens."""
-        start = index * self.tokens_per_block
-        tokens = request.tokens[start : start + self.tokens_per_block]
-        return parent + pack(self._packed_block, *tokens)
+    def _pack(self, request: LlmRequest, first: int, end: int) -> bytes:
+        """The tokens of blocks ``first .. end - 1``, eight bytes each."""
+        tokens = request.tokens[first * self.tokens_per_block : end * self.tokens_per_block]
+        return pack(f"{len(tokens)}q", *tokens)
 
-    def _hash(self, content: bytes, person: bytes) -> bytes:
+    def _root(self, content: bytes, person: bytes) -> bytes:
+        """What stands for the key of the block before the first one."""
         hasher = _keyed_hasher(self._hash_key, person).copy()
         hasher.update(content)
         return hasher.digest()

@@ -266,6 +266,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         "_phases",
         "block_manager",
         "num_blocks_at_completion",
+        "num_streaming",
         "num_with_beams_or_adapter",
         "num_with_drafts",
         "priority_span",
@@ -281,6 +282,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         self.num_blocks_at_completion = 0  # of all requests that hold blocks
         self.num_with_beams_or_adapter = 0
         self.num_with_drafts = 0
+        self.num_streaming = 0
         self._num_arrivals = 0
         self._by_id: dict[int, LlmRequest] = {}
         self._order = RankedRequests()
@@ -333,6 +335,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         self._order.insert(request)
         self.num_with_beams_or_adapter += _has_beams_or_adapter(request)
         self.num_with_drafts += request.num_draft_tokens > 0
+        self.num_streaming += request.is_streaming
         self._enter(request, _phase_of(request))
 
     def remove(self, request: LlmRequest) -> bool:
@@ -343,6 +346,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         self._order.remove(request)
         self.num_with_beams_or_adapter -= _has_beams_or_adapter(request)
         self.num_with_drafts -= request.num_draft_tokens > 0
+        self.num_streaming -= request.is_streaming
         del self._by_id[request.request_id]  # last: one that could not be removed is still known
         request.tracker = None
         return True
@@ -401,6 +405,12 @@ class ActiveRequests(Sequence[LlmRequest]):
     def completing(self) -> Sequence[LlmRequest]:
         """Whose last token is being computed, in order."""
         return self._phases[RequestPhase.COMPLETING].requests
+
+    @property
+    def finished(self) -> list[LlmRequest]:
+        """Those that have ended and were not removed yet, in order; O(these)."""
+        others = self._phases[RequestPhase.OTHER].requests
+        return [request for request in others if request.is_finished]
 
     @property
     def num_others(self) -> int:
@@ -469,6 +479,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         assert num_blocks == self.num_blocks_at_completion, "the reservation has drifted"
         assert self.num_with_beams_or_adapter == sum(map(_has_beams_or_adapter, requests))
         assert self.num_with_drafts == sum(request.num_draft_tokens > 0 for request in requests)
+        assert self.num_streaming == sum(request.is_streaming for request in requests)
         self._generation.check_integrity()
         for request in self.generation:
             num_steps = self._ends.num_steps_to(request)

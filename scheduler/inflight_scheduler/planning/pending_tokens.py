@@ -36,11 +36,13 @@ class PendingTokenBatch:
         others = []
         places = range(len(tokens))
         for place, text, token in zip(places, self._texts, tokens, strict=True):
-            last_but_one = len(text) - 2  # a text of one token has none pending, also at -1
-            if text[last_but_one] == PENDING_TOKEN:
-                text[last_but_one] = token
-            else:
-                others.append(place)
+            try:
+                if text[-2] == PENDING_TOKEN:
+                    text[-2] = token
+                    continue
+            except IndexError:  # only a prompt of one token is left of it
+                pass
+            others.append(place)
         updated = list(self.requests) if others else self.requests
         for place in reversed(others):
             request = updated[place]

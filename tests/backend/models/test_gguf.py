@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import zlib
 from dataclasses import replace
@@ -11,14 +12,17 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from support.families import write_family
 from support.gguf_writer import Keep, keep_float32, write_gguf
 
+from inflight_backend.adapters.targets import module_targets
 from inflight_backend.engine import Engine
 from inflight_backend.engine.memory_plan import make_plan
 from inflight_backend.errors import CheckpointError
 from inflight_backend.models.checkpoint_files import checkpoint_name
 from inflight_backend.models.compiled.layers import JoinedLayers
+from inflight_backend.models.families.registry import read_model, read_published_model
 
 from .test_quantization import CONFIG, difference, loaded_bytes, logits
 
@@ -51,6 +55,55 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-7b": ("falcon", {}),
     "falcon-40b": ("falcon", {}),
     "gpt2": ("gpt2", {}),
+    "ministral3": ("mistral3", {}),
+    "qwen2-window": ("qwen2vl", {"use_sliding_window": False}),
+    "qwen3_moe-sparse": ("qwen3vlmoe", {"decoder_sparse_step": 1, "norm_topk_prob": True}),
+    "qwen3_5": ("qwen35", {}),
+    "qwen3_5_moe": ("qwen35moe", {}),
+    "qwen3_next": ("qwen3next", {"mlp_only_layers": None}),
+    "mistral4": ("mistral4", {}),
+    "gemma4": ("gemma4", {}),
+    "gemma4-keqv": ("gemma4", {}),
+    "gemma4-e2b": ("gemma4", {}),
+    "gemma4-moe": ("gemma4", {}),
+    "mistral": ("mistral3", {"sliding_window": None}),
+    "llama4": ("llama4", {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}),
+    "arcee": ("arcee", {}),
+    "apertus": ("apertus", {}),
+    "seed_oss": ("seed_oss", {}),
+    "granitemoe": ("granitemoe", {}),
+    "granitemoeshared": ("granitemoe", {}),
+    "phi": ("phi2", {"intermediate_size": 256}),
+    "phimoe": ("phimoe", {}),
+    "glm": ("chatglm", {}),
+    "glm4": ("glm4", {}),
+    "glm4_moe": ("glm4moe", {}),
+    "ernie4_5": ("ernie4_5", {"use_bias": False}),
+    "ernie4_5_moe": ("ernie4_5-moe", {"use_bias": False}),
+    "hunyuan": ("hunyuan-dense", {}),
+    "hunyuan_moe": ("hunyuan-moe", {}),
+    "exaone4": ("exaone4", {}),
+    "exaone4-full": ("exaone4", {}),
+    "exaone_moe-first": ("exaone-moe", {}),
+    "dots1-full": ("dots1", {"num_key_value_heads": 4}),
+    "afmoe": ("afmoe", {}),
+    "minimax_m2": ("minimax-m2", {}),
+    "minicpm3": (
+        "minicpm3",
+        {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "v_head_dim": 16},
+    ),
+    "olmo": ("olmo", {}),
+    "olmoe": ("olmoe", {"num_key_value_heads": 4, "clip_qkv": None}),
+    "cohere2": ("cohere2", {}),
+    "nemotron": ("nemotron", {}),
+    "stablelm": ("stablelm", {}),
+    "stablelm-12b": ("stablelm", {}),
+    "gpt_bigcode": ("starcoder", {}),
+    "gpt_neox": ("gptneox", {}),
+    "gpt_neox-seq": ("gptneox", {}),
+    "bloom": ("bloom", {}),
+    "mpt": ("mpt", {}),
+    "dbrx": ("dbrx", {}),
 }
 """By variant: the architecture of GGUF, and settings that it cannot say otherwise."""
 
@@ -63,6 +116,35 @@ def test_every_architecture(tmp_path: Path, name: str) -> None:
     write_family(tmp_path / "plain", name, **changes)
     path = write_gguf(tmp_path / "plain", tmp_path / "model.gguf", architecture)
     assert difference(path, tmp_path / "plain") < 1e-4
+
+
+def test_layers_that_predict_a_token_more_are_passed_over(tmp_path: Path) -> None:
+    """GLM-4.5's last one; `block_count` counts it."""
+    write_family(tmp_path, "glm4_moe")
+    shorter = tmp_path / "shorter"
+    shorter.mkdir()
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (shorter / "config.json").write_text(json.dumps(config))
+    kept = {
+        name: tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+        if ".layers.2." not in name
+    }
+    save_file(kept, shorter / "model.safetensors")
+    values = {"nextn_predict_layers": 1}
+    path = write_gguf(tmp_path, tmp_path / "model.gguf", "glm4moe", values=values)
+    assert difference(path, shorter) < 1e-4
+
+
+def test_adapters_do_not_change_what_is_in_another_order(tmp_path: Path) -> None:
+    """Value heads of Qwen3.5's recurrences; its other linears may be changed."""
+    write_family(tmp_path / "plain", "qwen3_5")
+    path = write_gguf(tmp_path / "plain", tmp_path / "model.gguf", "qwen35")
+    known, found = (
+        {name for name in module_targets(model) if ".0." in name}
+        for model in (read_model(tmp_path / "plain"), read_published_model(path))
+    )
+    assert found == {name for name in known if "linear_attn" not in name} != known
 
 
 _HALVES = {
@@ -100,7 +182,8 @@ def quantized(dtype: str, *, is_wide: bool) -> Keep:
     kind = gguf.GGMLQuantizationType[dtype]
 
     def keep(name: str, data: Any) -> tuple[Any, gguf.GGMLQuantizationType]:
-        is_plain = data.ndim < 2 or "ffn_gate_inp" in name or "norm" in name
+        is_plain = data.ndim < 2 or name.endswith(".bias")
+        is_plain = is_plain or "ffn_gate_inp" in name or "norm" in name
         if is_plain or data.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             return keep_float32(name, data)
         blocks = random_blocks(dtype, data.shape, zlib.crc32(name.encode()))
@@ -152,6 +235,21 @@ def test_every_type_stands_for_its_numbers(
         assert made.file_bytes == sum(
             gguf_file.n_bytes for gguf_file in gguf.GGUFReader(path).tensors
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_architecture_quantised(tmp_path: Path, name: str) -> None:
+    """Linears as far as their columns are blocks."""
+    architecture, changes = FAMILIES[name]
+    write_family(tmp_path / "plain", name, **changes)
+    path, expected = (
+        write_gguf(
+            tmp_path / "plain", tmp_path / each, architecture, quantized("Q8_0", is_wide=is_wide)
+        )
+        for each, is_wide in (("model.gguf", False), ("expected.gguf", True))
+    )
+    assert difference(path, expected) < 1e-4
 
 
 def mixed(*, is_wide: bool) -> Keep:

@@ -107,9 +107,13 @@ class GatedDelta:
         return found
 
     def _heads(self, inner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [T, key heads, key_dim], values [T, H, value_dim]."""
+        """Queries and keys [T, key heads, key_dim], values [T, H, value_dim]; where these are tiled
+        queries and keys [T, H, key_dim]."""
         config = self._config
         sizes = [config.key_size, config.key_size, config.value_size]
         query, key, value = torch.split(inner, sizes, dim=-1)
         query, key = (each.view(len(inner), -1, config.key_dim) for each in (query, key))
+        if config.is_tiled:
+            share = config.num_value_heads // config.num_key_heads
+            query, key = query.repeat(1, share, 1), key.repeat(1, share, 1)
         return query, key, value.view(len(inner), -1, config.value_dim)

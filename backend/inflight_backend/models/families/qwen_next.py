@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from inflight_backend.models.checkpoint_files import JsonReader
-from inflight_backend.models.config import DeltaConfig, MlpConfig, ModelConfig, NormConfig
+from inflight_backend.models.config import (
+    DeltaConfig,
+    DeltaNames,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+)
 from inflight_backend.models.families.qwen import with_experts
 from inflight_backend.models.families.registry import (
     layer_kinds,
@@ -13,7 +21,7 @@ from inflight_backend.models.families.registry import (
 )
 
 
-def _read(reader: JsonReader, *, is_joined: bool) -> ModelConfig:
+def _read(reader: JsonReader) -> ModelConfig:
     every = reader.integer("full_attention_interval", default=4)
     kinds = layer_kinds(
         reader,
@@ -33,7 +41,6 @@ def _read(reader: JsonReader, *, is_joined: bool) -> ModelConfig:
         value_dim=reader.integer("linear_value_head_dim"),
         conv_size=reader.integer("linear_conv_kernel_dim", default=4, minimum=2),
         norm_eps=norm.eps,
-        is_joined=is_joined,
     )
     if delta.num_value_heads % delta.num_key_heads:
         reader.fail("linear_num_key_heads", "must divide linear_num_value_heads")
@@ -55,18 +62,20 @@ def _with_experts(reader: JsonReader, model: ModelConfig) -> ModelConfig:
 def qwen3_next(reader: JsonReader) -> ModelConfig:
     """Three of four layers are gated delta rules, the others have gates of heads; experts, and one
     that all tokens pass, in all layers but ``mlp_only_layers``."""
-    return _with_experts(reader, _read(reader, is_joined=True))
+    model = _with_experts(reader, _read(reader))
+    joined = DeltaNames(inputs=("in_proj_qkvz",), gates=("in_proj_ba",))
+    return replace(model, names=replace(model.names, delta=joined))
 
 
 @register_family("Qwen3_5ForCausalLM", "qwen3_5_text")
 def qwen3_5(reader: JsonReader) -> ModelConfig:
     """Qwen3-Next without experts."""
-    return _read(reader, is_joined=False)
+    return _read(reader)
 
 
 @register_family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
 def qwen3_5_moe(reader: JsonReader) -> ModelConfig:
     """Qwen3-Next with the projections of a recurrence in linears of their own."""
     # There are no dense layers.
-    model = _read(reader.with_defaults(intermediate_size=1), is_joined=False)
+    model = _read(reader.with_defaults(intermediate_size=1))
     return _with_experts(reader, model)

@@ -77,8 +77,11 @@ def register_family(
 
 def read_published_model(gguf: Path) -> ModelConfig:
     """The model of a GGUF file with the names, and the order of rows, that it had before it was
-    converted."""
-    return _read_gguf(open_gguf(gguf))
+    converted; recurrences that are tiled stay so."""
+    file = open_gguf(gguf)
+    model = _read_gguf(file)
+    layers = with_gguf_tensors(model, file).layers
+    return model.with_attention(lambda index, _: {"delta": layers[index].attention.delta})
 
 
 def _read_gguf(file: GgufFile) -> ModelConfig:

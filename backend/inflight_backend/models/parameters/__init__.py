@@ -8,7 +8,6 @@ loader and ``inflight plan`` both call it.
 from inflight_backend.models.parameters.attentions import fused_rows, head_rows
 from inflight_backend.models.parameters.decoder import (
     ENCODER,
-    NAMES_BESIDE,
     decoder_parameters,
     duplicate_names,
     kv_scale_names,
@@ -32,7 +31,6 @@ from inflight_backend.models.parameters.sources import (
 
 __all__ = [
     "ENCODER",
-    "NAMES_BESIDE",
     "PREFIXES",
     "Cut",
     "ParameterSpec",

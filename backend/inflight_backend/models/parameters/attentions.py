@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from inflight_backend.models.config import (
@@ -22,6 +23,7 @@ from inflight_backend.models.parameters.rearranging import (
     by_distance,
     columns_in_order,
     flat,
+    log_of_negative,
     one_row,
     pick,
     transposed,
@@ -189,37 +191,39 @@ def delta_parameters(
     config: ModelConfig, delta: DeltaConfig, prefix: str, folder: str
 ) -> list[ParameterSpec]:
     """Of a gated delta net."""
-    hidden, heads = config.hidden_size, delta.num_value_heads
-    inputs: tuple[Source, ...]
-    gates: tuple[Source, ...]
-    if delta.is_joined:
-        sizes = (delta.num_channels + delta.value_size, 2 * heads)
-        inputs, gates = (
-            (linear_source(config, f"{folder}in_proj_{name}.weight", size, hidden, rows),)
-            for name, size, rows in zip(("qkvz", "ba"), sizes, _joined_rows(delta), strict=True)
-        )
-    else:
-        inputs, gates = (
-            tuple(Source(f"{folder}in_proj_{name}.weight", (size, hidden)) for name, size in parts)
-            for parts in (
-                (("qkv", delta.num_channels), ("z", delta.value_size)),
-                (("b", heads), ("a", heads)),
+    names, hidden, heads = config.names.delta, config.hidden_size, delta.num_value_heads
+    linears = [
+        tuple(
+            linear_source(config, f"{folder}{name}.weight", size, hidden, rows)
+            for name, size, rows in (
+                zip(parts, sizes, (None, None), strict=True)
+                if len(parts) > 1
+                else ((parts[0], sum(sizes), joined),)
             )
         )
+        for parts, sizes, joined in zip(
+            (names.inputs, names.gates),
+            ((delta.num_channels, delta.value_size), (heads, heads)),
+            _joined_rows(delta),
+            strict=True,
+        )
+    ]
     conv = (delta.num_channels, 1, delta.conv_size)
-    channels = Source(f"{folder}conv1d.weight", conv, flat, (conv[0], conv[2]))
-    wide = {"rate": "A_log", "step_bias": "dt_bias"}
+    channels = Source(f"{folder}{names.conv}.weight", conv, flat, (conv[0], conv[2]))
+    if names.is_rate:
+        channels = replace(channels, shape=(conv[0], conv[2]), convert=None)
+    rate = Source(folder + names.rate, (heads,), log_of_negative if names.is_rate else None)
     return [
-        ParameterSpec(f"{prefix}inputs.weight", inputs, is_linear=True),
-        ParameterSpec(f"{prefix}gates.weight", gates, is_linear=True),
+        ParameterSpec(f"{prefix}inputs.weight", linears[0], is_linear=True),
+        ParameterSpec(f"{prefix}gates.weight", linears[1], is_linear=True),
         ParameterSpec(f"{prefix}conv", (channels,)),
-        *(
-            ParameterSpec(prefix + name, (Source(folder + source, (heads,)),), is_wide=True)
-            for name, source in wide.items()
+        ParameterSpec(f"{prefix}rate", (rate,), is_wide=True),
+        ParameterSpec(
+            f"{prefix}step_bias", (Source(folder + names.step_bias, (heads,)),), is_wide=True
         ),
-        single_parameter(f"{prefix}norm", f"{folder}norm.weight", (delta.value_dim,)),
+        single_parameter(f"{prefix}norm", f"{folder}{names.norm}.weight", (delta.value_dim,)),
         *linear_parameters(
-            config, f"{prefix}output", f"{folder}out_proj", hidden, delta.value_size, False
+            config, f"{prefix}output", f"{folder}{names.output}", hidden, delta.value_size, False
         ),
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from inflight_backend.models.config import (
     NORMS_OF_BLOCK,
@@ -134,7 +134,7 @@ def _layer_parameters(config: ModelConfig, index: int, layer: LayerConfig) -> li
         specs += norm_parameters(config, prefix + norm, folder + getattr(names, norm))
     if layer.attention.delta is not None:
         specs += delta_parameters(
-            config, layer.attention.delta, f"{prefix}delta.", f"{folder}linear_attn."
+            config, layer.attention.delta, f"{prefix}delta.", folder + names.delta.folder
         )
     else:
         specs += attention_parameters(config, layer.attention, prefix, folder + names.attention)
@@ -142,40 +142,29 @@ def _layer_parameters(config: ModelConfig, index: int, layer: LayerConfig) -> li
         specs += norm_parameters(config, f"{prefix}cross_norm", folder + names.cross_norm)
         specs += cross_parameters(config, layer.cross, f"{prefix}cross.", folder + names.cross)
     if config.layer_input_size:
-        size = config.layer_input_size
+        size, own = config.layer_input_size, names.layer_input
         place = f"{prefix}layer_input."
         specs += [
+            *linear_parameters(config, f"{place}gate", folder + own.gate, size, hidden, False),
             *linear_parameters(
-                config, f"{place}gate", f"{folder}per_layer_input_gate", size, hidden, False
+                config, f"{place}projection", folder + own.output, hidden, size, False
             ),
-            *linear_parameters(
-                config, f"{place}projection", f"{folder}per_layer_projection", hidden, size, False
-            ),
-            *norm_parameters(config, f"{place}norm", f"{folder}post_per_layer_input_norm"),
+            *norm_parameters(config, f"{place}norm", folder + own.norm),
         ]
     if config.altup is not None:
         specs += _altup_parameters(config, config.altup, prefix, folder)
     if layer.experts_beside is not None:
-        place, norm = f"{prefix}beside.", "feedforward_layernorm"
-        beside = replace(config, names=replace(names, **NAMES_BESIDE))
+        place, norms = f"{prefix}beside.", names.beside
+        beside = replace(config, names=names.of_experts_beside())
         specs += moe_parameters(beside, layer.experts_beside, place, folder)
-        specs += norm_parameters(config, f"{place}input_norm", f"{folder}pre_{norm}_2")
-        specs += norm_parameters(config, f"{place}output_norm", f"{folder}post_{norm}_2")
-        specs += norm_parameters(config, f"{place}dense_norm", f"{folder}post_{norm}_1")
+        specs += norm_parameters(config, f"{place}input_norm", folder + norms.input_norm)
+        specs += norm_parameters(config, f"{place}output_norm", folder + norms.output_norm)
+        specs += norm_parameters(config, f"{place}dense_norm", folder + norms.dense_norm)
     if layer.has_scalar:
-        specs.append(single_parameter(f"{prefix}scalar", f"{folder}layer_scalar", (1,)))
+        specs.append(single_parameter(f"{prefix}scalar", folder + names.scalar, (1,)))
     if isinstance(layer.mlp, MlpConfig):
         return specs + mlp_parameters(config, layer.mlp, prefix, folder + names.mlp)
     return specs + moe_parameters(config, layer.mlp, prefix, folder + names.mlp)
-
-
-NAMES_BESIDE: dict[str, Any] = {
-    "router": "router.proj",
-    "expert_layout": "stacked",
-    "expert_gate": "experts.gate_up_proj",
-    "expert_down": "experts.down_proj",
-}
-"""Of experts beside a dense layer (Gemma 4)."""
 
 
 def _altup_parameters(
@@ -214,12 +203,12 @@ def _streams(config: ModelConfig) -> list[ParameterSpec]:
 
 
 def _layer_inputs(config: ModelConfig) -> list[ParameterSpec]:
-    prefix, size = config.names.prefix, config.layer_input_size
+    prefix, size, names = config.names.prefix, config.layer_input_size, config.names.layer_input
     rows = config.num_layers * size
-    source = f"{prefix}per_layer_projection_norm"
+    source = prefix + names.projection_norm
     embedding = single_parameter(
         "layer_inputs.embedding",
-        f"{prefix}embed_tokens_per_layer.weight",
+        f"{prefix}{names.embedding}.weight",
         (config.layer_input_rows or config.vocab_size, rows),
     )
     return [
@@ -227,7 +216,7 @@ def _layer_inputs(config: ModelConfig) -> list[ParameterSpec]:
         *linear_parameters(
             config,
             "layer_inputs.projection",
-            f"{prefix}per_layer_model_projection",
+            prefix + names.projection,
             rows,
             config.hidden_size,
             False,

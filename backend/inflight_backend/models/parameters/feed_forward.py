@@ -42,8 +42,8 @@ def mlp_parameters(
     )
     if mlp.activation == "xielu":
         sources = tuple(
-            Source(f"{folder}act_fn.{name}", shape, one_row, (1,))
-            for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
+            Source(f"{folder}act_fn.{name}", (1,), one_row)
+            for name in ("alpha_p", "alpha_n", "beta", "eps")
         )
         up = [*up, ParameterSpec(f"{prefix}activation", sources, is_wide=True)]
     return up + down
@@ -66,10 +66,10 @@ def moe_parameters(
         specs.append(ParameterSpec(f"{prefix}router.correction", (source,), is_wide=True))
     if moe.routing.has_input_norm:
         scaled = partial(multiplied, factor=hidden**-0.5)
-        source = Source(f"{folder}router.scale", (hidden,), scaled)
+        source = Source(folder + names.router_scale, (hidden,), scaled)
         specs.append(ParameterSpec(f"{prefix}router.scale", (source,), is_wide=True))
     if moe.routing.has_expert_scales:
-        source = Source(f"{folder}router.per_expert_scale", (experts,))
+        source = Source(folder + names.expert_scales, (experts,))
         specs.append(ParameterSpec(f"{prefix}router.expert_scales", (source,), is_wide=True))
     specs += _EXPERTS[names.expert_layout](config, moe, f"{prefix}experts.", folder)
     if moe.shared is not None:
@@ -228,7 +228,7 @@ def _experts_gguf(
     config: ModelConfig, moe: MoeConfig, prefix: str, folder: str
 ) -> list[ParameterSpec]:
     """Gate, up and down of all experts in a tensor each, [E * size, hidden] and [E * hidden, size]:
-    rows of gate and up of an expert must lie together."""
+    rows of gate and up of an expert must lie together, as they may do in the file."""
     names, hidden, size, count = config.names, config.hidden_size, moe.size, moe.num_experts
     parts = (names.expert_gate, names.expert_up)
     gate_up = tuple(
@@ -239,6 +239,8 @@ def _experts_gguf(
         for expert in range(count)
         for part in parts
     )  # fmt: skip
+    if names.expert_gate == names.expert_up:  # one tensor, both of each expert
+        gate_up = (Source(f"{folder}{names.expert_up}.weight", (2 * count * size, hidden)),)
     down = Source(f"{folder}{names.expert_down}.weight", (count * hidden, size))
     specs = [
         ParameterSpec(f"{prefix}gate_up.weight", gate_up, num_experts=count),

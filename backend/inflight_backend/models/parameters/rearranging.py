@@ -72,6 +72,11 @@ def multiplied(tensor: Tensor, factor: float) -> Tensor:
     return tensor.float() * factor
 
 
+def log_of_negative(tensor: Tensor) -> Tensor:
+    """log(-tensor)"""
+    return tensor.float().neg().log()
+
+
 def transposed(tensor: Tensor, rows: Sequence[int] | None) -> Tensor:
     """[n, m] -> [m, n], or ``rows`` of that."""
     return tensor.t() if rows is None else tensor.t()[list(rows)]
