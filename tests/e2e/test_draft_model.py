@@ -40,9 +40,11 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(shared: ServeFactory, draft_model: Path) -> ServeProcess:
-    return shared(options=["--draft-model", str(draft_model)])
+@pytest.fixture(scope="module", params=["1", "2"], ids=["alone", "ranks"])
+def server(shared: ServeFactory, draft_model: Path, request: pytest.FixtureRequest) -> ServeProcess:
+    """The target alone or on two ranks."""
+    size = f"--tensor-parallel-size={request.param}"
+    return shared(options=["--draft-model", str(draft_model), size])
 
 
 CASES: dict[str, dict[str, Any]] = {

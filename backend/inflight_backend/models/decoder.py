@@ -119,6 +119,8 @@ class Parameters:
         bias = self.optional(f"{name}.bias")
         if isinstance(weight, PackedWeight | JoinedWeight):
             linear = self._ops.make_packed_linear(weight, bias, self._ops.make_linear)
+            if isinstance(weight, PackedWeight) and weight.inputs is not None:
+                linear = self._reading_all(weight.inputs, linear)
         else:
             linear = self._ops.make_linear(weight, bias)
         return self._adapted(name, linear, bias)
@@ -142,6 +144,12 @@ class Parameters:
             return linear
         of_draws = self._is_of_draws(name)
         return self._adapters.wrap(self._prefix + name, linear, bias, of_draws=of_draws)
+
+    def _reading_all(self, inputs: Tensor, linear: Linear) -> Linear:
+        """``linear`` of the columns ``inputs`` of what all ranks have."""
+        ranks = self._ranks
+        count = len(inputs) * ranks.place.tensor_size
+        return lambda x: linear(ranks.join_columns(x, count).index_select(1, inputs))
 
     def _is_of_draws(self, name: str) -> bool:
         is_last = self._last_layer is not None and self._prefix.startswith(self._last_layer)

@@ -169,10 +169,9 @@ class Checkpoint:
             row = 0
             for source in spec.sources:
                 if parameter is None:
-                    is_packed = source.scheme is not None and source.scheme.stays_packed(backend)
-                    part = self._part(source, dtype, device, scheme, is_packed=is_packed)
-                    if isinstance(part, PackedWeight) and source.scheme is not None:
-                        part = _with_kept_scales(part, source.scheme.kept_scales(backend))
+                    part = self._part(source, dtype, device, scheme, backend)
+                    if spec.num_experts:
+                        _check_inputs_of_expert(part, source)
                     parts.append(part)
                 else:
                     first = row
@@ -201,16 +200,16 @@ class Checkpoint:
         dtype: torch.dtype,
         device: str,
         at_load: Scheme | None,
-        *,
-        is_packed: bool,
+        backend: str,
     ) -> Part:
-        """The rows of a quantised linear as memory holds them; ``at_load``: one that is not is
-        rounded so. What is not ``is_packed`` is plain."""
+        """The rows of a quantised linear as memory holds them for ``backend``; ``at_load``: one
+        that is not is rounded so."""
         if at_load is not None:
             return round_weight(at_load, self._plain(source).to(device), dtype)
-        if not is_packed:
+        if source.scheme is None or not source.scheme.stays_packed(backend):
             return self._plain(source).to(device=device, dtype=dtype)
-        return _cut_packed(self._packed(source, dtype, device), source)
+        packed = _cut_packed(self._packed(source, dtype, device), source)
+        return _with_kept_scales(packed, source.scheme.kept_scales(backend))
 
     def _plain_portions(self, source: Source) -> Iterator[Tensor]:
         """The rows of a parameter as numbers, in portions where they are widened as they lie."""
@@ -226,7 +225,9 @@ class Checkpoint:
     def _plain(self, source: Source) -> Tensor:
         """The rows of a parameter as numbers, those of a quantised linear widened."""
         if source.scheme is not None:
-            return dequantize(_cut_packed(self._packed(source, torch.float32), source))
+            packed = _cut_packed(self._packed(source, torch.float32), source)
+            assert packed.inputs is None, "what is cut by columns is a linear, and stays packed"
+            return dequantize(packed)
         file = self._headers[source.name].file
         if source.cut != Cut() and not isinstance(opened := self._files[file], GgufFile):
             with _named(file, source.name):
@@ -308,6 +309,14 @@ def _cut_packed(packed: PackedWeight, source: Source) -> PackedWeight:
     except ValueError as error:
         way_out = f", or {WHOLE_EXPERTS}" if ".experts." in source.module else ""
         raise CheckpointError(f"{source.module}: {error}{way_out}") from None
+
+
+def _check_inputs_of_expert(part: Part, source: Source) -> None:
+    if isinstance(part, PackedWeight) and part.inputs is not None:
+        raise CheckpointError(
+            f"{source.module}: its columns are ordered by activation (desc_act), and several ranks "
+            f"cannot hold a part of an expert's; use tensor_parallel_size 1, or {WHOLE_EXPERTS}"
+        )
 
 
 def give_back_freed_memory() -> None:

@@ -23,6 +23,7 @@ from inflight_backend.engine.interface import StepOutputs
 from inflight_backend.engine.outputs import PendingTokens
 from inflight_backend.errors import ConfigurationError, EngineLost, InvalidRequest
 from inflight_backend.models.blocks.lora import Adapter
+from inflight_backend.models.parallel.collectives import GroupCollectives
 from inflight_backend.models.weights import OnProgress
 from inflight_backend.ranks.adapters import AdapterCuts, to_bytes
 from inflight_backend.ranks.group import RankGroup
@@ -133,6 +134,7 @@ class LeadingEngine(Engine):
 
         orders = [begin(rank) for rank in range(1, size)]
         group = RankGroup.start(orders, silence_seconds, joined)
+        ranks = None
         try:
             group.wait_until_ready()
             group.when_lost(stores.clear)
@@ -143,17 +145,18 @@ class LeadingEngine(Engine):
         except BaseException as error:
             group.is_lost(_NOTICE_SECONDS)
             group.close(is_orderly=False)
-            part()
+            _leave(ranks, stores)
             if isinstance(error, ConfigurationError):
                 raise
             why = group.error or f"the ranks do not start: {group.reason or error}"
             raise ConfigurationError(why) from error
-        engine._group, engine._stores = group, stores
+        engine._group, engine._collectives, engine._stores = group, ranks, stores
         engine._device, engine._num_threads = devices[0], threads
         model = engine.model_config
         engine._cuts = [AdapterCuts.of(model, config.place(rank)) for rank in range(size)]
         return engine
 
+    _collectives: GroupCollectives
     _stores: list[Any]
     _device = _num_threads = 0
     _cuts: list[AdapterCuts]
@@ -172,7 +175,7 @@ class LeadingEngine(Engine):
         """See `RankedEngine`."""
         assert self._group is not None
         self._group.close(is_orderly=True)
-        part()
+        _leave(self._collectives, self._stores)
 
     def submit(self, batch: ScheduledBatch) -> Any:
         """See `Engine`."""
@@ -240,6 +243,14 @@ class LeadingEngine(Engine):
 _COLLECTIVE_SECONDS = 86_400.0
 """A collective waits for the slowest rank, and that may load for long; who is lost is noticed by
 `RankGroup`."""
+
+
+def _leave(ranks: GroupCollectives | None, stores: list[Any]) -> None:
+    """Part from the other ranks, which have ended."""
+    part()
+    if ranks is not None:
+        ranks.close()
+    stores.clear()
 
 
 def _is_on_gpus(config: EngineConfig, devices: Sequence[int]) -> bool:

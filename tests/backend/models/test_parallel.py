@@ -94,7 +94,10 @@ def test_what_stands_for_an_expert_of_another_rank_may_be_infinite() -> None:
     torch.testing.assert_close(moe(torch.ones(2, 3, dtype=torch.float16)), expected)
 
 
-_QUANTISED = ["ct-w4a16", "awq", "gptq-asymmetric", "ct-mxfp4", "bnb-nf4-double", "bnb-8"]
+_QUANTISED = [
+    "ct-w4a16", "awq", "gptq-asymmetric", "ct-mxfp4", "bnb-nf4-double", "bnb-8",
+    "gptq-order", "gptq-8-order", "ct-w4a16-order",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +110,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _QUANTISED)
 def test_scales_are_cut_with_their_columns(tmp_path: Path, plain: Path, name: str) -> None:
+    """And columns that are ordered by activation (desc_act) in that order."""
     folder, _ = write_quantized(plain, tmp_path, SCHEMES[name])
     tokens = torch.tensor([(7 * index + 3) % 97 for index in range(40)])
     expected = logits_in_parts(folder, tokens, "torch")
@@ -114,9 +118,11 @@ def test_scales_are_cut_with_their_columns(tmp_path: Path, plain: Path, name: st
     assert_close(found[0], expected)
 
 
-def test_columns_ordered_by_activation_are_refused(tmp_path: Path, plain: Path) -> None:
-    folder, _ = write_quantized(plain, tmp_path, SCHEMES["gptq-order"])
-    assert_not_parted(folder, r"o_proj: .*desc_act.*tensor_parallel_size 1")
+def test_an_expert_ordered_by_activation_is_not_parted(tmp_path: Path) -> None:
+    write_family(tmp_path / "plain", "mixtral", intermediate_size=64)
+    pattern = re.compile(r".*experts\..*\.weight")
+    folder, _ = write_quantized(tmp_path / "plain", tmp_path, SCHEMES["gptq-order"], pattern)
+    assert_not_parted(folder, r"w2: .*desc_act.*tensor_parallel_size 1, or expert_parallel")
 
 
 def test_a_group_of_one_scale_is_not_parted(tmp_path: Path) -> None:

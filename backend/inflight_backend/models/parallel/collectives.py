@@ -107,6 +107,13 @@ class GroupCollectives(Collectives):
         if self._memory is not None:
             self._memory.give_up()
 
+    def close(self) -> None:
+        """Let go of connections and shared memory, which else stay until Python's garbage collector
+        comes; nothing may be asked of it any more."""
+        del self._groups
+        self._memory = None
+        self._under_way.clear()
+
     def add(self, x: Tensor) -> Tensor:
         """See `Collectives`."""
         if self.place.tensor_size == 1:

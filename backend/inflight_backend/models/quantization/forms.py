@@ -27,7 +27,8 @@ class PackedWeight:
     in the order in which ``values`` has them. ``dtype``: in which the linear answers.
     ``codebook`` [16] float32: the numbers of 4 bits are its indices (FP4, NF4), and there are no
     zeros. ``factors`` [columns]: what each column is multiplied by, of one that is on its way to be
-    widened (`Scheme.has_factors`).
+    widened (`Scheme.has_factors`). ``inputs`` [columns] int32: of which columns of a whole weight
+    these are, if they are not neighbours there: its linear reads what all ranks have.
     """
 
     values: Tensor
@@ -40,6 +41,7 @@ class PackedWeight:
     codebook: Tensor | None = None
     first_zero: int = 0
     factors: Tensor | None = None
+    inputs: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -69,14 +71,14 @@ class PackedWeight:
     @property
     def tensors(self) -> list[Tensor]:
         """What takes memory; a codebook is shared by all weights that have it."""
-        found = (self.values, self.scales, self.zeros, self.order)
+        found = (self.values, self.scales, self.zeros, self.order, self.inputs)
         return [each for each in found if each is not None]
 
     def to(self, device: str) -> PackedWeight:
         """The same there."""
-        zeros, order, codebook = (
+        zeros, order, codebook, inputs = (
             None if each is None else each.to(device)
-            for each in (self.zeros, self.order, self.codebook)
+            for each in (self.zeros, self.order, self.codebook, self.inputs)
         )
         return replace(
             self,
@@ -85,6 +87,7 @@ class PackedWeight:
             zeros=zeros,
             order=order,
             codebook=codebook,
+            inputs=inputs,
         )
 
     def with_rows(self, convert: Callable[[Tensor], Tensor]) -> PackedWeight:
@@ -96,12 +99,8 @@ class PackedWeight:
 
     def with_columns(self, ranges: Sequence[tuple[int, int]]) -> PackedWeight:
         """The same with these columns only, from the first to the one behind the last of each;
-        `ValueError` where they do not begin and end with groups of one scale."""
-        if self.order is not None:
-            raise ValueError(
-                "its columns are ordered by activation (desc_act), and several ranks cannot hold "
-                "a part of them each; use tensor_parallel_size 1"
-            )
+        `ValueError` where they do not begin and end with groups of one scale. Those of a weight
+        with an ``order`` are counted in it."""
         num_groups = self.scales.shape[1]
         size = self.group_size if num_groups > 1 else 1
         per_byte = 2 if self.values.dtype == torch.uint8 else 1
@@ -123,12 +122,17 @@ class PackedWeight:
         factors = self.factors
         if factors is not None:
             factors = torch.cat([factors[start:end] for start, end in ranges])
+        inputs = None
+        if self.order is not None:
+            inputs = torch.cat([self.order[start:end] for start, end in ranges])
         return replace(
             self,
             factors=factors,
             values=values.view(self.values.dtype),
             scales=scales,
             zeros=zeros,
+            order=None,
+            inputs=inputs,
             group_size=group_size,
         )
 
