@@ -200,10 +200,12 @@ _ANY_SIZE = (
 )  # fmt: skip
 
 
+_EACH_FAMILY = zip(FAMILY_VARIANTS, cycle(_ANY_SIZE), strict=False)
+_ALL_PAIRS = dict.fromkeys([*_EACH_FAMILY, *product(FAMILY_VARIANTS, _ANY_SIZE)])
+
+
 @pytest.mark.fast(8)
-@pytest.mark.parametrize(
-    ("family", "name"), list(zip(FAMILY_VARIANTS, cycle(_ANY_SIZE), strict=False))
-)
+@pytest.mark.parametrize(("family", "name"), _ALL_PAIRS)
 def test_any_family_goes_with_any_scheme(tmp_path: Path, family: str, name: str) -> None:
     """Fused linears, rows in orders of their own, linears of each expert, latents whose matrices
     are taken apart, recurrences."""
@@ -223,7 +225,7 @@ def test_any_family_goes_with_any_scheme(tmp_path: Path, family: str, name: str)
     folder, expected = write_quantized(
         plain, tmp_path, SCHEMES[name], pattern, is_transposed=is_transposed
     )
-    assert difference(folder, expected) < (1e-2 if model.deltas else 1e-4)
+    assert difference(folder, expected) < (1e-2 if model.deltas else 3e-4)
     assert loaded_bytes(folder, CONFIG) == make_plan(folder, CONFIG).weight_bytes
 
 
