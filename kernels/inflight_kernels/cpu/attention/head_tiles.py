@@ -158,8 +158,32 @@ def _make_add_values(num_heads: int):
     return add_values
 
 
-_score_1, _score_2, _score_3, _score_4 = (_make_score(heads + 1) for heads in range(_MOST_HEADS))
-_add_1, _add_2, _add_3, _add_4 = (_make_add_values(heads + 1) for heads in range(_MOST_HEADS))
+def _of_any_heads(make, name: str):
+    """Tiles of ``make``, as many as ``num_heads`` needs; the first of them reads ahead."""
+    tile_1, tile_2, tile_3, tile_4 = (make(heads + 1) for heads in range(_MOST_HEADS))
+
+    def run(like, rows, stride, last, num_words, own, own_row, out, out_row, ahead, num_heads):
+        head = 0
+        while head < num_heads:
+            mine, found, rest = own + head * own_row, out + head * out_row, num_heads - head
+            if rest >= 4:
+                tile_4(like, rows, stride, last, num_words, mine, own_row, found, out_row, ahead)
+            elif rest == 3:
+                tile_3(like, rows, stride, last, num_words, mine, own_row, found, out_row, ahead)
+            elif rest == 2:
+                tile_2(like, rows, stride, last, num_words, mine, own_row, found, out_row, ahead)
+            else:
+                tile_1(like, rows, stride, last, num_words, mine, own_row, found, out_row, ahead)
+            head += _MOST_HEADS
+            ahead = np.int64(0)
+
+    # By its name LLVM tells it from the other one, which another process may have compiled.
+    run.__name__ = run.__qualname__ = name
+    return njit(**FAST)(run)
+
+
+_score_heads = _of_any_heads(_make_score, "score_heads")
+_add_heads = _of_any_heads(_make_add_values, "add_heads")
 
 
 @njit(**FAST)
@@ -168,143 +192,22 @@ def score(like, keys, stride, count, num_words, query, query_row, out, out_row, 
     apart: ``out`` [heads, count], with room for `KEYS` - 1 more; rows are bytes apart. What lies
     ``ahead`` of the keys is read into the caches."""
     for first in range(0, count, KEYS):
-        place, last, own_out = keys + first * stride, count - 1 - first, out + first * 4
-        head, own_ahead = 0, ahead
-        while head < num_heads:
-            queries, found = query + head * query_row, own_out + head * out_row
-            rest = num_heads - head
-            if rest >= 4:
-                _score_4(
-                    like,
-                    place,
-                    stride,
-                    last,
-                    num_words,
-                    queries,
-                    query_row,
-                    found,
-                    out_row,
-                    own_ahead,
-                )
-            elif rest == 3:
-                _score_3(
-                    like,
-                    place,
-                    stride,
-                    last,
-                    num_words,
-                    queries,
-                    query_row,
-                    found,
-                    out_row,
-                    own_ahead,
-                )
-            elif rest == 2:
-                _score_2(
-                    like,
-                    place,
-                    stride,
-                    last,
-                    num_words,
-                    queries,
-                    query_row,
-                    found,
-                    out_row,
-                    own_ahead,
-                )
-            else:
-                _score_1(
-                    like,
-                    place,
-                    stride,
-                    last,
-                    num_words,
-                    queries,
-                    query_row,
-                    found,
-                    out_row,
-                    own_ahead,
-                )
-            head += _MOST_HEADS
-            own_ahead = np.int64(0)
+        _score_heads(
+            like, keys + first * stride, stride, count - 1 - first, num_words, query, query_row,
+            out + first * 4, out_row, ahead, num_heads,
+        )  # fmt: skip
 
 
 @njit(**FAST)
 def add_values(
-    like,
-    values,
-    stride,
-    count,
-    num_words,
-    weights,
-    weights_row,
-    sums,
-    sums_row,
-    heads,
-    num_parts,
+    like, values, stride, count, num_words, weights, weights_row, sums, sums_row, heads, num_parts,
     ahead,
-):
+):  # fmt: skip
     """Add ``count`` values by weights [heads, count] to sums [heads, steps, parts, `WIDTH`]
     float32: a part is what a step of words has, of bfloat16 two, the lower numbers of its pairs and
-    the upper ones. Whole `STEPS` are written."""
+    the upper ones. Whole `STEPS` are written; ``ahead`` as of keys."""
     for first in range(0, num_words, STEPS * WIDTH):
-        place, rest_words = values + first * 4, num_words - first
-        head, own_ahead = 0, ahead
-        while head < heads:
-            own = weights + head * weights_row
-            found = sums + head * sums_row + first * 4 * num_parts
-            rest = heads - head
-            if rest >= 4:
-                _add_4(
-                    like,
-                    place,
-                    stride,
-                    count,
-                    rest_words,
-                    own,
-                    weights_row,
-                    found,
-                    sums_row,
-                    own_ahead,
-                )
-            elif rest == 3:
-                _add_3(
-                    like,
-                    place,
-                    stride,
-                    count,
-                    rest_words,
-                    own,
-                    weights_row,
-                    found,
-                    sums_row,
-                    own_ahead,
-                )
-            elif rest == 2:
-                _add_2(
-                    like,
-                    place,
-                    stride,
-                    count,
-                    rest_words,
-                    own,
-                    weights_row,
-                    found,
-                    sums_row,
-                    own_ahead,
-                )
-            else:
-                _add_1(
-                    like,
-                    place,
-                    stride,
-                    count,
-                    rest_words,
-                    own,
-                    weights_row,
-                    found,
-                    sums_row,
-                    own_ahead,
-                )
-            head += _MOST_HEADS
-            own_ahead = np.int64(0)
+        _add_heads(
+            like, values + first * 4, stride, count, num_words - first, weights, weights_row,
+            sums + first * 4 * num_parts, sums_row, ahead, heads,
+        )  # fmt: skip
