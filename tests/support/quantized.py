@@ -204,6 +204,19 @@ def int8_rows(_: str, weight: Tensor) -> Made:
     return {"weight": values, "weight_scale": scales}, values.float() * scales.float()
 
 
+def with_factors(make: Make) -> Make:
+    """What the linear reads is multiplied by a number for each column first: ModelOpt's AWQ and
+    SmoothQuant. Linears of one input have the same ones."""
+
+    def make_scaled(module: str, weight: Tensor) -> Made:
+        generator = torch.Generator().manual_seed(weight.shape[1])
+        factors = 0.5 + torch.rand(weight.shape[1], generator=generator).bfloat16()
+        tensors, wide = make(module, weight)
+        return {**tensors, "pre_quant_scale": factors}, wide * factors.float()
+
+    return make_scaled
+
+
 def packed(bits: int, size: int | None, is_symmetric: bool = True, has_order: bool = False) -> Make:
     """pack-quantized of compressed-tensors."""
 
@@ -527,6 +540,10 @@ W8A8 = Scheme(int8_rows, with_inputs(compressed("int-quantized"), **_INT8_INPUTS
 """What linears read is rounded, too."""
 SCHEMES |= {
     "ct-w8a16": Scheme(int8_rows, compressed("int-quantized")),
+    "modelopt-w8a16-factors": Scheme(
+        with_factors(int8_rows),
+        {"quant_method": "modelopt", "quant_algo": "W8A16", "ignore": ["lm_head"]},
+    ),
     "ct-w8a16-packed": Scheme(packed(8, None), compressed("pack-quantized")),
     "ct-w8a16-asymmetric": Scheme(
         packed(8, None, is_symmetric=False), compressed("pack-quantized", symmetric=False)

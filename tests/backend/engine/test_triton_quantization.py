@@ -89,7 +89,7 @@ def prepared_bytes(parameter: Parameter) -> int:
     )  # fmt: skip
     return sum(
         each.nbytes
-        for each in (made.values, made.scales, made.zeros, made.order)
+        for each in (made.values, made.scales, made.zeros, made.order, parameter.factors)
         if each is not None
     )
 
@@ -155,12 +155,21 @@ def test_rounded_while_it_is_loaded(plain: Path, quantization: str) -> None:
     assert (found - expected).abs().max() < 1e-4 * expected.std()
 
 
-def test_experts_that_differ_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "experts", "reason"),
+    [
+        ("ct-w8a16", r"(?!3)\d", "not all quantised alike"),
+        ("modelopt-w8a16-factors", r"\d", "pre_quant_scale"),
+    ],
+)
+def test_experts_without_a_kernel_are_refused(
+    tmp_path: Path, name: str, experts: str, reason: str
+) -> None:
     plain = tmp_path / "plain"
     write_family(plain, "mixtral")
-    pattern = re.compile(r".*experts\.(?!3)\d\.w\d\.weight")
-    folder, _ = write_quantized(plain, tmp_path, SCHEMES["ct-w8a16"], pattern)
-    with pytest.raises(ConfigurationError, match="not all quantised alike"):
+    pattern = re.compile(rf".*experts\.{experts}\.w\d\.weight")
+    folder, _ = write_quantized(plain, tmp_path, SCHEMES[name], pattern)
+    with pytest.raises(ConfigurationError, match=reason):
         Engine.load(folder, TRITON)
 
 

@@ -29,7 +29,7 @@ _ROUNDS = {"ct_w8a8_smoothquant_gptq": 0.08, "ct_fp8_kv": 0.08, "modelopt_fp8_kv
 """Activations become integers, or a cache FP8: bounds of the mean, in deviations of the logits."""
 
 _TOLD_BY_TENSORS = ("modelopt_int4_awq",)
-"""Which linears are widened, since their columns have factors."""
+"""For which linears there are factors of columns."""
 
 
 def difference(row: str, config: EngineConfig) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from inflight_backend.models.quantization.linears import (
     MakeLinear,
     Multiply,
     MultiplyGroups,
+    ScaledLinear,
 )
 from inflight_kernels import launch
 from inflight_kernels.ops.linear.quantize_fp8 import quantize_fp8
@@ -61,6 +62,15 @@ def make_triton_packed_linear(
             for part, own in weight.with_bias(bias)
         ]
         return JoinedLinear(parts)
+    if weight.factors is not None:
+        linear = make_triton_packed_linear(
+            replace(weight, factors=None),
+            bias,
+            make_plain,
+            make_fp8=make_fp8,
+            is_deterministic=is_deterministic,
+        )
+        return ScaledLinear(linear, weight.factors)
     if _fits_library(weight):
         return make_fp8(weight, bias)
     return TritonPackedLinear(weight, bias, is_deterministic=is_deterministic)
@@ -78,6 +88,11 @@ def make_triton_packed_experts(
     more than the order of their columns."""
     del make_plain
     stacked, orders = (weight, None) if isinstance(weight, PackedWeight) else _stack(weight, count)
+    if stacked.factors is not None:
+        raise ConfigurationError(
+            "what a layer's experts read has factors of its columns (pre_quant_scale), and there "
+            "is no kernel for such experts on a GPU; use device=cpu"
+        )
     if stacked.order is not None:
         orders = stacked.order.expand(count, -1)
         stacked = replace(stacked, order=None)

@@ -190,21 +190,27 @@ class ParameterSpec:
 
 def packed_bytes(spec: ParameterSpec, backend: str, dtype_bytes: int) -> int:
     """Bytes in memory of a parameter with ``is_packed`` for ``backend``, in a model whose numbers
-    take ``dtype_bytes``. Neighbours with one input have one order of columns."""
+    take ``dtype_bytes``. Neighbours with one input have one order of columns, and factors."""
     columns = spec.shape[1]
-    orders = groupby(
-        source.module.rpartition(".")[0]
-        if source.scheme is not None and source.scheme.has_order
-        else None
-        for source in spec.sources
-    )
-    num_bytes = sum(place is not None for place, _ in orders) * columns * _ORDER_BYTES
+    num_bytes = columns * _ORDER_BYTES * _num_inputs(spec, lambda scheme: scheme.has_order)
+    num_bytes += columns * dtype_bytes * _num_inputs(spec, lambda scheme: scheme.has_factors)
     for source in spec.sources:
         if source.scheme is None or not source.scheme.stays_packed(backend):
             num_bytes += source.rows * columns * dtype_bytes
         else:
             num_bytes += source.scheme.num_bytes(source.rows, columns, dtype_bytes, backend)
     return num_bytes
+
+
+def _num_inputs(spec: ParameterSpec, is_counted: Callable[[Scheme], bool]) -> int:
+    """Those of the linears whose scheme counts; neighbours below one module have one."""
+    places = groupby(
+        source.module.rpartition(".")[0]
+        if source.scheme is not None and is_counted(source.scheme)
+        else None
+        for source in spec.sources
+    )
+    return sum(place is not None for place, _ in places)
 
 
 def single_parameter(name: str, source: str, shape: Shape) -> ParameterSpec:

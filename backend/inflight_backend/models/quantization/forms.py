@@ -26,8 +26,8 @@ class PackedWeight:
     ``order`` [columns] int32: the columns of the weight
     in the order in which ``values`` has them. ``dtype``: in which the linear answers.
     ``codebook`` [16] float32: the numbers of 4 bits are its indices (FP4, NF4), and there are no
-    zeros. ``factors`` [columns]: what each column is multiplied by, of one that is on its way to be
-    widened (`Scheme.has_factors`). ``inputs`` [columns] int32: of which columns of a whole weight
+    zeros. ``factors`` [columns]: what the columns of an input are multiplied by first
+    (`Scheme.has_factors`). ``inputs`` [columns] int32: of which columns of a whole weight
     these are, if they are not neighbours there: its linear reads what all ranks have.
     """
 
@@ -58,7 +58,7 @@ class PackedWeight:
         """Weights of one input and one form may be joined."""
         zeros = None if self.zeros is None else (self.zeros.dtype, self.first_zero)
         kind = self.values.dtype, self.group_size, self.scales.shape[1], self.scales.dtype
-        return *kind, zeros, self.quantizes_input
+        return *kind, zeros, self.quantizes_input, self.factors is not None
 
     @property
     def wide_zeros(self) -> Tensor | None:
@@ -71,14 +71,14 @@ class PackedWeight:
     @property
     def tensors(self) -> list[Tensor]:
         """What takes memory; a codebook is shared by all weights that have it."""
-        found = (self.values, self.scales, self.zeros, self.order, self.inputs)
+        found = (self.values, self.scales, self.zeros, self.order, self.factors, self.inputs)
         return [each for each in found if each is not None]
 
     def to(self, device: str) -> PackedWeight:
         """The same there."""
-        zeros, order, codebook, inputs = (
+        zeros, order, codebook, factors, inputs = (
             None if each is None else each.to(device)
-            for each in (self.zeros, self.order, self.codebook, self.inputs)
+            for each in (self.zeros, self.order, self.codebook, self.factors, self.inputs)
         )
         return replace(
             self,
@@ -87,6 +87,7 @@ class PackedWeight:
             zeros=zeros,
             order=order,
             codebook=codebook,
+            factors=factors,
             inputs=inputs,
         )
 
@@ -215,8 +216,11 @@ def _rows(part: Part, start: int, end: int) -> Part:
 def _is_alike(one: Part, other: Part) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor)
-    is_same = _is_equal(one.order, other.order) and _is_equal(one.codebook, other.codebook)
-    return is_same and one.form == other.form
+    same = (
+        _is_equal(getattr(one, name), getattr(other, name))
+        for name in ("order", "codebook", "factors")
+    )
+    return one.form == other.form and all(same)
 
 
 def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
@@ -233,7 +237,7 @@ def _join_alike(parts: list[Part]) -> Part:
 
 
 def join_rows(packed: Sequence[PackedWeight]) -> PackedWeight:
-    """The rows of all, which have one form, order of columns and codebook."""
+    """The rows of all, which have one form, order of columns, codebook and factors."""
     first = packed[0]
     zeros = [each.zeros for each in packed if each.zeros is not None]
     values = torch.cat([each.values.view(torch.uint8) for each in packed])

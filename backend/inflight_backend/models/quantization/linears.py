@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -84,6 +85,9 @@ def _multiply_groups(linears: list[Multiply], x: Tensor, starts: Tensor) -> Tens
 def _make_linear(
     weight: PackedWeight, bias: Tensor | None, products: Sequence[type[CpuProduct]]
 ) -> Multiply:
+    if weight.factors is not None:
+        plain = replace(weight, factors=None)
+        return ScaledLinear(_make_linear(plain, bias, products), weight.factors)
     if weight.values.is_cpu:
         for product in products:
             if product.takes(weight):
@@ -129,6 +133,19 @@ class DequantizedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, columns] -> [T, rows]."""
         return functional.linear(x, dequantize(self._weight), self._bias)
+
+
+class ScaledLinear:
+    """A linear of an input whose columns are multiplied by ``factors`` [columns] first."""
+
+    __slots__ = ("_factors", "_linear")
+
+    def __init__(self, linear: Multiply, factors: Tensor) -> None:
+        self._linear, self._factors = linear, factors
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, columns] -> [T, rows]."""
+        return self._linear(x * self._factors)
 
 
 class JoinedLinear:

@@ -32,8 +32,7 @@ class Scheme:
     group); FP8 only where a device multiplies it. ``scales``: the end of the name of the tensor
     that holds them. ``scale_dtype``: of these in the files, of integers of 4 bits, if that is
     float16 or bfloat16: compiled products (`kept_scales`) widen them in registers.
-    ``has_factors``: what the linear reads is multiplied by a number for each column first, which
-    the weight is here instead, while it is widened.
+    ``has_factors``: what the linear reads is multiplied by a number for each column first.
     """
 
     layout: str
@@ -55,9 +54,8 @@ class Scheme:
 
     def stays_packed(self, backend: str) -> bool:
         """Whether memory holds what the file does, for that ``attention_backend``. That in plain
-        torch has no product of FP8: widening it for each one takes ten times as long. A factor for
-        each column goes into no scale that columns share."""
-        return not self.has_factors and (backend != "torch" or not self.is_float)
+        torch has no product of FP8: widening it for each one takes ten times as long."""
+        return backend != "torch" or not self.is_float
 
     @property
     def has_codebook(self) -> bool:

@@ -27,7 +27,7 @@ def unpack(
     if scheme.layout in GGUF_SCHEMES:
         return unpack_blocks(scheme, tensors["weight"], dtype)
     packed = _LAYOUTS[scheme.layout](scheme, tensors, shape, dtype)
-    return replace(packed, factors=tensors[FACTORS]) if scheme.has_factors else packed
+    return replace(packed, factors=tensors[FACTORS].to(dtype)) if scheme.has_factors else packed
 
 
 def check_scales(name: str, scales: Tensor, bound: str) -> None:
