@@ -59,6 +59,13 @@ def _cpu_engine(result: Result) -> Iterator[Result]:
         yield {**row, "weight_mb": row["weight_bytes"] / 1e6, "part": "floors"}
 
 
+def _quantized(result: Result) -> Iterator[Result]:
+    for row in result["rows"]:
+        num_bytes = row["weight_bytes"]
+        speeds = {f"tokens_{count}": speed for count, speed in row["tokens_per_second"].items()}
+        yield {**row, **speeds, "megabytes": f"{num_bytes / 1e6:.0f}" if num_bytes else ""}
+
+
 def _field(name: str) -> str:
     return name.replace(" ", "_").replace(".", "_")
 
@@ -90,6 +97,8 @@ def _idle(result: Result) -> Iterator[Result]:
 ROWS: dict[str, Callable[[Result], Iterable[Result]]] = {
     "cpu_engine_experts": _cpu_engine,
     "cpu_engine_peers": _cpu_engine,
+    "cpu_engine_peers_long": _cpu_engine,
+    "quantized": _quantized,
     "scheduler": _scheduler,
     "idle": _idle,
 }

@@ -57,4 +57,4 @@ def test_stop(server: ServeProcess) -> None:
     assert process.wait(timeout=60) == 0
     numbers = (first + rest).split()[:-1]
     assert numbers == [str(10 + i) for i in range(len(numbers))]
-    assert len(numbers) < 1000  # 4000 tokens would be more
+    assert len(numbers) < 1800  # 8000 tokens would be more
