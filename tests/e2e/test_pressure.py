@@ -161,7 +161,7 @@ class _Idle:
 @pytest.mark.slow
 @pytest.mark.case(121)
 def test_256_requests_at_once(server: ServeProcess) -> None:
-    num_tokens = 128  # so that the first one still runs when the last one arrives
+    num_tokens = 256  # so that the first one still runs when the last one arrives
 
     async def crowd() -> tuple[list[str], int]:
         async def one(number: int) -> str:

@@ -43,7 +43,7 @@ BASE: dict[str, dict[str, Any]] = {
     "ensemble": {"text_input": "1 2 3", "max_tokens": 6},
 }
 NOT_SENT = {
-    *("stats", "describe", "ready", "why", "recording", "live", "stop"),  # no generation
+    *("stats", "describe", "ready", "why", "recording", "live", "shared", "stop"),  # no generation
     *("stream", "streaming"),  # more than one response
     *("allotted_time_ms", "max_queue_time_ms"),  # how fast is this machine?
 }

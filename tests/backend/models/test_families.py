@@ -327,6 +327,7 @@ ELSEWHERE = {
     "AttentionConfig": {"relative_bias", "is_cross"},  # `test_pairs`
     "LayerConfig": {"cross"},
     "MoeConfig": {"held_experts"},  # `test_parallel`
+    "DeltaConfig": {"is_tiled"},  # `test_gguf`
     "ModelConfig": {
         "architecture", "max_position_embeddings", "dtype", "ignored", "quantization", "kv_scales",
         "encoder", "is_encoder", "start_ids", "table_dtype", "linear_dtype",
