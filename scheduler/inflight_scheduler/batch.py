@@ -263,6 +263,19 @@ class ScheduledBatch:
         return [start, *middle, end]
 
     @property
+    def is_steady(self) -> bool:
+        """True when slots generate as they did before, and nothing else is to be done."""
+        return not (
+            self.setups
+            or self.new_blocks
+            or self.context_chunks
+            or self.draft_runs
+            or self.verified
+            or self.block_copies
+            or self.beam_moves
+        )
+
+    @property
     def is_empty(self) -> bool:
         """True when there is nothing to run."""
         return not (

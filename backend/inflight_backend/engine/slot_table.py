@@ -204,8 +204,10 @@ class SlotTable:
         """A step of generations alone: a token of each of its slots."""
         slots = words.generation_slots.long()
         positions = self._cached_lengths[slots]
-        is_padding = slots == self.padding_slot
-        lengths = (positions + 1).masked_fill_(is_padding, 0)
+        lengths, is_padding = positions + 1, None
+        if host is None:  # only recordings have rows of the padding slot
+            is_padding = slots == self.padding_slot
+            lengths.masked_fill_(is_padding, 0)
         attention = self._advance(words, slots, lengths, slots, positions, is_padding, host)
         return StepInputs(self._last_tokens[slots], None, attention)
 
@@ -216,7 +218,7 @@ class SlotTable:
         lengths: Tensor,
         token_slots: Tensor,
         positions: Tensor,
-        is_padding: Tensor,
+        is_padding: Tensor | None,
         host: HostLengths | None,
     ) -> AttentionInputs:
         """Book ``lengths`` of ``slots``, both [num_sequences]; what attention needs of them and of
@@ -225,7 +227,9 @@ class SlotTable:
         tables = self._block_tables
         if host is not None:
             tables = tables[:, :, : -(-int(host.context.max()) // self._tokens_per_block)]
-        slot_mapping = self._cache_slots(token_slots, positions).masked_fill_(is_padding, -1)
+        slot_mapping = self._cache_slots(token_slots, positions)
+        if is_padding is not None:
+            slot_mapping.masked_fill_(is_padding, -1)
         inputs = AttentionInputs(
             num_generations=len(words.generation_slots),
             block_tables=tables[slots].transpose(0, 1),

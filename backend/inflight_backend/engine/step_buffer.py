@@ -15,7 +15,7 @@ be under way. On a CPU host and device side are the same memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from operator import attrgetter
 
@@ -172,6 +172,7 @@ class StepBuffer:
         """Plans of up to ``max_words`` words (`max_words`); the padding slot is ``num_slots``."""
         self._num_slots = num_slots
         self._buffer = WordBuffer(max_words, num_slots, device)
+        self._steady: dict[tuple[int, int], StepWords] = {}  # by room and generations
 
     @property
     def pinned_bytes(self) -> int:
@@ -184,19 +185,34 @@ class StepBuffer:
         views = torch.split(self._buffer.device[self._num_slots : end], sizes.sections)
         return RunWords(self._buffer.device[: sizes.num_generations], *views)
 
+    def _steady_words(self, room: int, num_generations: int) -> StepWords:
+        """Of a plan of generations alone that changes nothing else, with ``room`` for so many."""
+        if (found := self._steady.get((room, num_generations))) is not None:
+            return found
+        nothing = self._buffer.device[:0]
+        words = dict.fromkeys((each.name for each in fields(StepWords)), nothing)
+        words["setup_rows"] = nothing.view(0, NUM_COLUMNS)
+        words["sample_slots"] = self._buffer.device[:num_generations]
+        found = StepWords(**words | {"runs": self.run_words(StepSizes(room))})
+        self._steady[room, num_generations] = found
+        return found
+
     def send(self, batch: ScheduledBatch, sizes: StepSizes) -> StepWords:
         """Pack ``batch``, which fits ``sizes``, and start its copy; the views are valid until the
         next call. Without anything to run all of ``sizes`` is padding."""
-        sections = _sections(batch)
         num_generations, num_slots = len(batch.generation_slots), self._num_slots
+        words = self._buffer.open()
+        words[:num_generations] = batch.generation_slots
+        words[num_generations:num_slots] = num_slots
+        if batch.is_steady:  # most steps
+            self._buffer.send(num_slots)
+            return self._steady_words(sizes.num_generations, num_generations)
+        sections = _sections(batch)
         lengths = sizes.sections
         end = num_slots + sum(lengths)
         changes = [len(section) for section in sections]
         total = end + sum(changes)
         assert total <= len(self._buffer), f"plan of {total} words, room for {len(self._buffer)}"
-        words = self._buffer.open()
-        words[:num_generations] = batch.generation_slots
-        words[num_generations:num_slots] = num_slots
         if sizes.num_tokens:
             starts = accumulate(lengths, initial=num_slots)
             views = [
