@@ -24,7 +24,9 @@ class PeerError(Exception):
 
 
 class Worker:
-    """One engine's process, in a process group of its own, so that its children end with it."""
+    """One engine's process, in a process group of its own, so that its children end with it. All of
+    them are stopped while they are not asked: one that looks for work would slow down the others.
+    """
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class Worker:
         """One run; the fields of `Done`."""
         work = json.dumps({"prompts": prompts, "output_lens": output_lens})
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(work + "\n")
             self._process.stdin.flush()
@@ -70,9 +73,12 @@ class Worker:
 
     def stop(self) -> None:
         """End its process group; returns when it is gone, and its memory with it."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -90,6 +96,7 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise PeerError(answer["error"])
+        self._signal(signal.SIGSTOP)
         return answer
 
     def _tail(self) -> str:
