@@ -190,10 +190,10 @@ class StepBuffer:
         if (found := self._steady.get((room, num_generations))) is not None:
             return found
         nothing = self._buffer.device[:0]
-        words = dict.fromkeys((each.name for each in fields(StepWords)), nothing)
+        words = dict.fromkeys((each.name for each in fields(StepWords)[1:]), nothing)
         words["setup_rows"] = nothing.view(0, NUM_COLUMNS)
         words["sample_slots"] = self._buffer.device[:num_generations]
-        found = StepWords(**words | {"runs": self.run_words(StepSizes(room))})
+        found = StepWords(self.run_words(StepSizes(room)), **words)
         self._steady[room, num_generations] = found
         return found
 
