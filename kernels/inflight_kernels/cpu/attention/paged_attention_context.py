@@ -30,6 +30,7 @@ from inflight_kernels.cpu.intrinsics import (
     array_at,
     exp,
     finish_piece,
+    prefetch_at,
     put,
     take_next,
 )
@@ -192,16 +193,14 @@ class _Call(NamedTuple):
 class _Memory(NamedTuple):
     """Addresses of a thread's memory, all aligned: ``queries`` [steps, lanes] of 32 bits,
     ``scores`` [keys, lanes] float32, ``weights`` [keys / 2, lanes] pairs of bfloat16, ``values``
-    [keys, D'] or pairs of keys, ``sums`` [lanes, D'] float32, where D' is whole panels, ``zeros``
-    [D']; and of each lane its position, the first that it sees, peaks, totals, corrections and
-    slopes."""
+    [keys, D'] or pairs of keys, ``sums`` [lanes, D'] float32, where D' is whole panels; and of each
+    lane its position, the first that it sees, peaks, totals, corrections and slopes."""
 
     queries: Any
     scores: Any
     weights: Any
     values: Any
     sums: Any
-    zeros: Any
     positions: Any
     firsts: Any
     peaks: Any
@@ -334,43 +333,47 @@ def _padded(size):
 
 
 @njit(**FAST)
-def _add_pairs(call, memory, table, kv_head, base, begin, end, num_rows, like):
-    """Add values by their weights, in bfloat16: pairs of keys, a missing one of zeros."""
-    size, padded = call.size, _padded(call.size)
-    first, last = (begin - base) // 2, (end - base + 1) // 2
-    for pair in range(first, last):
-        low = high = memory.zeros
-        if base + 2 * pair >= begin:
-            low = call.values + place_of(call, table, kv_head, base + 2 * pair, 2)
-        if base + 2 * pair + 1 < end:
-            high = call.values + place_of(call, table, kv_head, base + 2 * pair + 1, 2)
-        lows, highs = array_at(low, size, like), array_at(high, size, like)
-        paired = array_at(memory.values + pair * padded * 4, size, np.int32(0))
-        for i in range(size):
-            paired[i] = np.int32(np.uint32(highs[i]) << np.uint32(16) | np.uint32(lows[i]))
-    layout = Layout(
-        memory.weights + first * _ROW, np.int64(4), np.int64(_ROW),
-        memory.values + first * padded * 4, np.int64(64), padded * 4,
-        memory.sums, padded * 4,
-    )  # fmt: skip
-    _add_weighted(like, layout, last - first, num_rows, padded // WIDTH)
+def _copy_values(call, memory, table, kv_head, base, begin, end, width, like):
+    """Values of those keys, in bfloat16 as pairs of keys: a missing one has zeros."""
+    size, row = call.size, _padded(call.size) * 4
+    key = begin
+    while key < end:
+        place = call.values + place_of(call, table, kv_head, key, width)
+        last = min(key + call.tokens_per_block - key % call.tokens_per_block, end)
+        while key < last:
+            value, number = array_at(place, size, like), key - base
+            if width == 4:
+                copied = array_at(memory.values + number * row, size, like)
+                for i in range(size):
+                    copied[i] = value[i]
+            else:
+                paired = array_at(memory.values + number // 2 * row, size, np.int32(0))
+                if number % 2 == 0:
+                    for i in range(size):
+                        paired[i] = np.int32(value[i])
+                elif key == begin:
+                    for i in range(size):
+                        paired[i] = np.int32(np.uint32(value[i]) << np.uint32(16))
+                else:
+                    for i in range(size):
+                        paired[i] |= np.int32(np.uint32(value[i]) << np.uint32(16))
+            place += call.token_stride
+            key += 1
 
 
 @njit(**FAST)
-def _add_singles(call, memory, table, kv_head, base, begin, end, num_rows, like):
-    """The same in float32."""
-    size, padded = call.size, _padded(call.size)
-    for key in range(begin, end):
-        value = array_at(call.values + place_of(call, table, kv_head, key, 4), size, like)
-        copied = array_at(memory.values + (key - base) * padded * 4, size, like)
-        for i in range(size):
-            copied[i] = value[i]
+def _add_values(call, memory, table, kv_head, base, begin, end, num_rows, width, like):
+    """Add values by their weights."""
+    _copy_values(call, memory, table, kv_head, base, begin, end, width, like)
+    first, last, weights = begin - base, end - base, memory.scores
+    if width == 2:  # weights of pairs, too
+        first, last, weights = first // 2, (last + 1) // 2, memory.weights
+    row = _padded(call.size) * 4
     layout = Layout(
-        memory.scores + (begin - base) * _ROW, np.int64(4), np.int64(_ROW),
-        memory.values + (begin - base) * padded * 4, np.int64(64), padded * 4,
-        memory.sums, padded * 4,
+        weights + first * _ROW, np.int64(4), np.int64(_ROW),
+        memory.values + first * row, np.int64(64), row, memory.sums, row,
     )  # fmt: skip
-    _add_weighted(like, layout, end - begin, num_rows, padded // WIDTH)
+    _add_weighted(like, layout, last - first, num_rows, row // 64)
 
 
 @njit(**FAST)
@@ -393,7 +396,7 @@ def _allocate(size, width):
     padded = _padded(size)
     sizes = (
         size * width // 4 * _ROW, _KEYS * _ROW, _KEYS * _ROW, _KEYS * padded * 4,
-        _LANES * padded * 4, padded * 4,
+        _LANES * padded * 4,
     )  # fmt: skip
     total = 64 + 6 * _ROW
     for each in sizes:
@@ -404,12 +407,25 @@ def _allocate(size, width):
     weights = scores + sizes[1]
     values = weights + sizes[2]
     sums = values + sizes[3]
-    zeros = sums + sizes[4]
-    lanes = zeros + sizes[5]
+    lanes = sums + sizes[4]
     return buffer, _Memory(
-        at, scores, weights, values, sums, zeros, lanes, lanes + _ROW, lanes + 2 * _ROW,
+        at, scores, weights, values, sums, lanes, lanes + _ROW, lanes + 2 * _ROW,
         lanes + 3 * _ROW, lanes + 4 * _ROW, lanes + 5 * _ROW,
     )  # fmt: skip
+
+
+@njit(**FAST)
+def _read_ahead(call, cache, table, kv_head, begin, end, width):
+    """Bring keys or values from ``begin`` to ``end`` into the caches."""
+    key = begin
+    while key < end:
+        place = cache + place_of(call, table, kv_head, key, width)
+        last = min(key + call.tokens_per_block - key % call.tokens_per_block, end)
+        while key < last:
+            for line in range(0, call.size * width, 64):
+                prefetch_at(place + line)
+            place += call.token_stride
+            key += 1
 
 
 @njit(**FAST)
@@ -437,12 +453,11 @@ def _attend(call, memory, sequence, kv_head, first_row, options, width, like):
     while key < past_last:
         base = key // _KEYS * _KEYS
         end = min(base + _KEYS, past_last)
+        _read_ahead(call, call.values, table, kv_head, key, end, width)
         _score(call, memory, table, kv_head, base, key, end, num_panels, width, like)
+        _read_ahead(call, call.keys, table, kv_head, end, min(end + _KEYS, past_last), width)
         _soften(call, memory, key, end, base, num_panels, scale, softcap, like)
-        if width == 2:
-            _add_pairs(call, memory, table, kv_head, base, key, end, num_rows, like)
-        else:
-            _add_singles(call, memory, table, kv_head, base, key, end, num_rows, like)
+        _add_values(call, memory, table, kv_head, base, key, end, num_rows, width, like)
         key = end
     _finish(call, memory, start, first_row, count, kv_head, width, like)
 
