@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def _checks(setting: Setting) -> Iterator[checks.Check]:
         name = f"experts {kind} groups of {group_size}{', both' if is_plain else ''}"
         run = partial(_experts, setting, kind, group_size, is_plain=is_plain)
         yield checks.Check(name, 1e-2, run, has_rows=True)
+    yield from _checks_of_heads(setting)
     yield checks.Check("the same bits again and again", 0.0, partial(_again, setting))
     if not checks.is_there("transformers"):  # it writes the checkpoints
         return
@@ -98,6 +100,15 @@ def _checks(setting: Setting) -> Iterator[checks.Check]:
         yield checks.Check(f"{name}, bfloat16", limit, run)
         run = partial(_recorded, setting, scheme)
         yield checks.Check(f"{name}, recorded against eager", 0.0, run)
+
+
+def _checks_of_heads(setting: Setting) -> Iterator[checks.Check]:
+    for (kind, group_size, option), by_rows in product(
+        (("int4", 64, "order"), ("float8", 128, "")), (True, False)
+    ):
+        name = f"heads {kind} groups of {group_size} by {'rows' if by_rows else 'columns'}"
+        run = partial(_heads, setting, kind, group_size, option, by_rows=by_rows)
+        yield checks.Check(name, 5e-3, run, has_rows=True)
 
 
 def _made(setting: Setting, kind: str, group_size: int, option: str, dtype: torch.dtype,
@@ -121,6 +132,28 @@ def _linear(setting: Setting, kind: str, group_size: int, option: str, dtype: to
     expected = made.gathered(x).float().to(setting.device).double() @ wide.double().t()
     found = op.quantized_linear(x.to(setting.device), made.prepared(setting.device))
     return found, expected.float()
+
+
+def _heads(
+    setting: Setting, kind: str, group_size: int, option: str, *, by_rows: bool
+) -> tuple[Tensor, Tensor]:
+    op, heads = import_module("inflight_kernels.ops.linear.head_linear"), 4
+    made = _made(setting, kind, group_size, option, torch.bfloat16, heads * 40)
+    columns = made.wide.shape[1]
+    order = None if made.order is None else made.order[0]
+    wide = made.wide if order is None else made.wide[:, order.argsort()]
+    wide = wide.view(heads, 40, columns).to(setting.device)
+    x = torch.randn(20, heads, 40 if by_rows else columns).bfloat16().to(setting.device)
+    expected = reference.head_linear(x.double(), wide.double(), by_rows=by_rows)
+    found = op.head_linear(
+        x,
+        made.values.to(setting.device),
+        made.scales.to(setting.device),
+        group_size=made.group_size,
+        by_rows=by_rows,
+        order=None if order is None else order.to(setting.device),
+    )
+    return found.flatten(1), expected.float().flatten(1)
 
 
 def _quantized(setting: Setting, kind: str, x: Tensor, is_whole: bool) -> tuple[Tensor, Tensor]:

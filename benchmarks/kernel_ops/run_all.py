@@ -18,6 +18,7 @@ OPS = (
     "invariant_linear",
     "add_lora",
     "grouped_linear",
+    "head_linear",
     "quantized_linear",
     "delta_step",
     "copy_blocks",

@@ -12,7 +12,7 @@ from support.quantized_weights import Weights, random_weights
 from inflight_kernels import reference
 from inflight_kernels.ops.linear.quantize_fp8 import quantize_fp8
 from inflight_kernels.ops.linear.quantize_int8 import quantize_int8
-from inflight_kernels.ops.linear.quantized_linear import Tile, prepare, quantized_linear
+from inflight_kernels.ops.linear.quantized_linear import Tile, prepare, quantized_linear, rows
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
@@ -70,6 +70,23 @@ def test_against_the_wide_weight(
         found = quantized_linear(x.to(device), weight, bias.to(device), tile=tile)
         assert found.dtype == dtype
         assert error(found.cpu(), expected) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_as_they_were(device: torch.device, generator: torch.Generator, case: Case) -> None:
+    """Of what is prepared, in any order and twice."""
+    made = random_weights(generator, case.kind, case.rows, case.columns, case.group_size,
+                          case.options)  # fmt: skip
+    numbers = torch.tensor([case.rows - 1, 3, 3, 0], device=device)
+    for is_plain in {False, case.kind != "int4"}:
+        weight = made.prepared(device, is_plain=is_plain)
+        values, scales, zeros = (
+            None if each is None else each.cpu() for each in rows(weight, numbers)
+        )
+        assert values is not None
+        assert scales is not None
+        found = reference.dequantize(values, scales, zeros, weight.group_size, made.codebook)
+        assert torch.equal(found, made.wide[numbers.cpu()])
 
 
 @pytest.mark.parametrize("kind", ["int4", "float8"])

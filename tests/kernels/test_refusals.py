@@ -14,6 +14,7 @@ from inflight_kernels.ops.attention.copy_blocks import copy_blocks
 from inflight_kernels.ops.attention.delta_step import delta_step
 from inflight_kernels.ops.attention.rope_write_kv import rope_write_kv
 from inflight_kernels.ops.linear.grouped_linear import grouped_linear
+from inflight_kernels.ops.linear.head_linear import head_linear
 from inflight_kernels.ops.linear.invariant_linear import invariant_linear
 from inflight_kernels.ops.linear.quantize_fp8 import quantize_fp8
 from inflight_kernels.ops.linear.quantize_int8 import quantize_int8
@@ -55,6 +56,11 @@ CALLS: dict[Callable[..., object], Callable[[int], Arguments]] = {
     grouped_linear: lambda rows: {
         "x": floats(rows, 32), "weight": floats(3, 8, 32), "starts": ints(4), "bias": floats(3, 8),
     },
+    head_linear: lambda rows: {
+        "x": floats(rows, 2, 32), "values": torch.zeros(10, 16, dtype=torch.uint8),
+        "scales": floats(10, 1), "zeros": floats(10, 1), "group_size": 32, "by_rows": False,
+        "order": ints(32), "codebook": floats(16),
+    },
     invariant_linear: lambda rows: {
         "x": floats(rows, 32), "weight": floats(8, 32), "bias": floats(8),
     },
@@ -86,7 +92,7 @@ FREE = {
     "ban_repeated_ngrams logits 1", "ban_repeated_ngrams history 0",
     "ban_repeated_ngrams history 1", "ban_words logits 1",
     "ban_words words 1", "ban_words history 1", "copy_blocks source 1",
-    "copy_blocks destination 1", "delta_step states 0", "grouped_linear x 0",
+    "copy_blocks destination 1", "delta_step states 0", "grouped_linear x 0", "head_linear x 0",
     "invariant_linear x 0",
     "mask_logits logits 0", "mask_logits masks 0", "quantize_fp8 x 0", "quantize_fp8 x 1",
     "quantize_int8 x 0", "quantize_int8 x 1", "quantized_linear x 0",
@@ -95,6 +101,7 @@ FREE = {
 # Columns of a table.
 STRIDED = {f"sample {name}" for name in ("temperature", "top_k", "top_p", "seeds", "min_p")}
 OTHER_DTYPE = {
+    torch.uint8: torch.int16,
     torch.float32: torch.float64,
     torch.int32: torch.int16,
     torch.int64: torch.int16,

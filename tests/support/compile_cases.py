@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from inflight_kernels.ops.attention.paged_attention_generation import paged_atte
 from inflight_kernels.ops.attention.rope_write_kv import rope_write_kv
 from inflight_kernels.ops.linear.add_lora import add_lora, column_tiles, group_rows
 from inflight_kernels.ops.linear.grouped_linear import grouped_linear
+from inflight_kernels.ops.linear.head_linear import head_linear
 from inflight_kernels.ops.linear.invariant_linear import invariant_linear
 from inflight_kernels.ops.linear.quantize_fp8 import quantize_fp8
 from inflight_kernels.ops.linear.quantize_int8 import quantize_int8
@@ -281,6 +283,47 @@ def _quantized_cases() -> Iterator[Case]:
                 yield Case(op, f"{name}, {dtype}, {num_tokens} tokens", _HOPPER, run)
 
 
+def _head_linear(kind: Quantized, num_tokens: int, *, by_rows: bool, dtype: torch.dtype) -> None:
+    """Queries to latents, or latents to values, of DeepSeek V3."""
+    heads, size, columns = LATENTS.num_heads, 128, 512
+    width = columns // 2 if kind.values == torch.uint8 else columns
+    group_size = kind.group_size or columns
+    scales = torch.empty(
+        2 * heads * size,
+        -(-columns // group_size),
+        dtype=torch.float32 if kind.values == _FP8 else _BF16,
+    )
+    x = torch.empty(num_tokens, heads, size + 64 if by_rows else columns, dtype=dtype)
+    head_linear(
+        x[..., :size] if by_rows else x,
+        torch.empty(2 * heads * size, width, dtype=kind.values),
+        scales,
+        torch.empty_like(scales) if kind.has_zeros else None,
+        group_size=group_size,
+        by_rows=by_rows,
+        first_row=0 if by_rows else size,
+        num_rows=size,
+        order=_int32(columns) if kind.has_order else None,
+        codebook=torch.empty(16) if kind.has_codebook else None,
+    )
+
+
+def _head_cases() -> Iterator[Case]:
+    names = (
+        "4 bits, groups of 128 with zeros", "4 bits, groups of 32 in order",
+        "4 bits, groups of 32 of a codebook", "8 bits, groups of 32",
+        "FP8, groups of 128",
+    )  # fmt: skip
+    for name in names:
+        for by_rows, num_tokens in product((True, False), (16, 1024)):
+            label = f"{name}, by {'rows' if by_rows else 'columns'}, {num_tokens} tokens"
+            call = partial(_head_linear, _QUANTIZED[name], num_tokens, by_rows=by_rows)
+            yield Case("head_linear", label, _BOTH, partial(call, dtype=_BF16))
+            if name == "FP8, groups of 128":
+                run = partial(call, dtype=torch.float32)
+                yield Case("head_linear", f"{label}, float32", _HOPPER, run)
+
+
 def _adapters(num_tokens: int, num_places: int, dtype: torch.dtype, experts: int = 1) -> None:
     """Of an 8B: queries, keys and values, pages of rank 8 and adapters of up to rank 64; or of
     ``experts`` of a 30B."""
@@ -356,6 +399,7 @@ def token_cases() -> Iterator[Case]:
         label = f"128 experts, {num_tokens} rows"
         yield Case("grouped_linear", label, _BOTH, partial(_experts, num_tokens, _BF16))
     yield from _quantized_cases()
+    yield from _head_cases()
     for num_tokens in (64, 8192):
         label = f"64 adapters, {num_tokens} rows"
         yield Case("add_lora", label, _BOTH, partial(_adapters, num_tokens, 64, _BF16))

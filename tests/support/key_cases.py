@@ -16,6 +16,7 @@ from inflight_kernels.ops.attention.delta_step import delta_step
 from inflight_kernels.ops.attention.paged_attention_context import paged_attention_context
 from inflight_kernels.ops.attention.paged_attention_generation import paged_attention_generation
 from inflight_kernels.ops.attention.rope_write_kv import rope_write_kv
+from inflight_kernels.ops.linear.head_linear import head_linear
 from inflight_kernels.ops.linear.invariant_linear import invariant_linear
 from inflight_kernels.ops.linear.quantize_fp8 import quantize_fp8
 from inflight_kernels.ops.linear.quantize_int8 import quantize_int8
@@ -142,6 +143,15 @@ def _quantized_experts(step: Step) -> None:
     quantized_linear(x, weight, starts=step.ids(5), tile=tile)
 
 
+def _heads(step: Step) -> None:
+    """One tile of the two that loading compiles for."""
+    values, scales = torch.empty(4 * 32, 64, dtype=torch.int8), torch.empty(4 * 32, 1)
+    x = torch.empty(step.num_rows, 4, 24)[..., :16]
+    head_linear(
+        x, values, scales, group_size=64, by_rows=True, first_row=0, num_rows=16, tile_tokens=16
+    )
+
+
 OPS: tuple[Callable[[Step], None], ...] = (
     _context,
     _generation,
@@ -156,6 +166,7 @@ OPS: tuple[Callable[[Step], None], ...] = (
     _per_token,
     _quantized,
     _quantized_experts,
+    _heads,
 )
 
 

@@ -206,10 +206,12 @@ def int8_rows(_: str, weight: Tensor) -> Made:
 
 def with_factors(make: Make) -> Make:
     """What the linear reads is multiplied by a number for each column first: ModelOpt's AWQ and
-    SmoothQuant. Linears of one input have the same ones."""
+    SmoothQuant. Linears of one input have the same ones, but not experts."""
 
     def make_scaled(module: str, weight: Tensor) -> Made:
-        generator = torch.Generator().manual_seed(weight.shape[1])
+        expert = re.search(r"experts\.(\d+)", module)
+        seed = weight.shape[1] + (0 if expert is None else int(expert[1]))
+        generator = torch.Generator().manual_seed(seed)
         factors = 0.5 + torch.rand(weight.shape[1], generator=generator).bfloat16()
         tensors, wide = make(module, weight)
         return {**tensors, "pre_quant_scale": factors}, wide * factors.float()

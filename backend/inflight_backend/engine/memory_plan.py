@@ -557,7 +557,7 @@ def _weight_bytes(specs: Sequence[ParameterSpec], config: EngineConfig) -> int:
         backend = config.attention_backend
         if spec.is_packed(backend):
             num_bytes += packed_bytes(spec, backend, dtype_bytes)
-        elif (scheme := spec.scheme_at_load(config.quantization, backend)) is not None:
+        elif (scheme := spec.scheme_at_load(config.quantization)) is not None:
             num_bytes += scheme.num_bytes(spec.shape[0], spec.shape[1], dtype_bytes, backend)
         elif config.quantization == "fp8" and spec.is_linear:
             num_bytes += prod(spec.shape) + spec.shape[0] * _SCALE_BYTES
@@ -574,7 +574,7 @@ def _bytes_beside(specs: Sequence[ParameterSpec], config: EngineConfig) -> int:
     found = 0
     for spec in specs:
         schemes = [source.scheme for source in spec.sources]
-        schemes.append(spec.scheme_at_load(config.quantization, "torch"))
+        schemes.append(spec.scheme_at_load(config.quantization))
         is_integer = any(each and not (each.is_float or each.has_codebook) for each in schemes)
         if spec.table == "both" and is_integer:
             found += _weight_bytes([spec], config)

@@ -15,7 +15,7 @@ Attention over an encoder's answer comes between both, with a norm of its own in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -36,6 +36,7 @@ from inflight_backend.models.config import (
     NORMS_OF_BLOCK,
     AltUpConfig,
     AttentionConfig,
+    LatentConfig,
     LayerConfig,
     MlpConfig,
     ModelConfig,
@@ -46,7 +47,12 @@ from inflight_backend.models.ops import DecoderParts, LayerParts, Ops, RunLayers
 from inflight_backend.models.parallel.collectives import NO_COLLECTIVES, Collectives
 from inflight_backend.models.parallel.place import Place
 from inflight_backend.models.quantization.forms import JoinedWeight, PackedWeight
-from inflight_backend.models.quantization.linears import HasRows, MultiplyGroups, RowTable
+from inflight_backend.models.quantization.linears import (
+    HasRows,
+    HeadPart,
+    MultiplyGroups,
+    RowTable,
+)
 
 READING_ALL_TOKENS = {"qkv", "query_a", "query", "key_value", "inputs", "gates"}
 """The linears of a layer before its attention; of the last layer the others read those rows only
@@ -89,8 +95,8 @@ class Parameters:
         assert value is not None, f"no parameter {self._prefix}{name}"
         return value
 
-    def table(self, name: str) -> Tensor | PackedWeight | None:
-        """A weight with a row for each token; None if there is none."""
+    def weight(self, name: str) -> Tensor | PackedWeight | None:
+        """A weight of one tensor of the checkpoint; None if there is none."""
         value = self._values.pop(self._prefix + name, None)
         assert value is None or isinstance(value, Tensor | PackedWeight), "one tensor, never FP8"
         return value
@@ -125,19 +131,49 @@ class Parameters:
             linear = self._ops.make_linear(weight, bias)
         return self._adapted(name, linear, bias)
 
-    def heads(self, name: str, multiply: Linear) -> Linear:
+    def latent_products(self, heads: int, latent: LatentConfig) -> tuple[Linear, Linear]:
+        """What of `LatentAttention` brings queries to latents, and latents to values; adapters may
+        change both. Of a file with one weight, keys are its first rows of each head; one that has
+        them apart has those of keys turned."""
+        weight, make = self.weight("expand"), self._ops.make_heads
+        if weight is not None:
+            of_values = range(latent.nope, latent.nope + latent.value)
+            parts = [HeadPart(range(latent.nope), True), HeadPart(of_values, False)]
+            to_latents, to_values = make(weight, heads, parts)
+        else:
+            keys, values = self.weight("expand_keys"), self.weight("expand_values")
+            assert keys is not None
+            assert values is not None
+            of_keys = HeadPart(range(latent.kv_rank), False)
+            if isinstance(keys, Tensor):  # a CPU takes twice as long for a token by columns
+                turned = keys.view(heads, latent.kv_rank, latent.nope).transpose(1, 2)
+                keys, of_keys = (
+                    turned.reshape(-1, latent.kv_rank),
+                    HeadPart(range(latent.nope), True),
+                )
+            (to_latents,) = make(keys, heads, [of_keys])
+            (to_values,) = make(values, heads, [HeadPart(range(latent.value), False)])
+        return self._heads("expand_key", to_latents), self._heads("expand_value", to_values)
+
+    def _heads(self, name: str, multiply: Linear) -> Linear:
         """``multiply`` [T, heads, columns] -> [T, heads, rows], which adapters may change."""
         if self._adapters is None:
             return multiply
         return self._adapters.wrap_heads(self._prefix + name, multiply)
 
     def gate(self, name: str, dtype: torch.dtype | None = None) -> Linear | None:
-        """A linear that weighs the branches of a mixture of experts, in plain numbers of ``dtype``
-        (None: of the model); None if there is none."""
-        weight = self.optional(f"{name}.weight")
+        """A linear that weighs the branches of a mixture of experts. It reads and answers plain
+        numbers of ``dtype`` (None: of the model), none of which are rounded to few bits; None if
+        there is none."""
+        weight = self.weight(f"{name}.weight")
         if weight is None:
             return None
-        return self._adapted(name, self._ops.make_head(weight.to(dtype or weight.dtype)), None)
+        if isinstance(weight, PackedWeight):
+            weight = replace(weight, dtype=dtype or weight.dtype, quantizes_input=False)
+            linear = self._ops.make_packed_linear(weight, None, self._ops.make_linear)
+        else:
+            linear = self._ops.make_head(weight.to(dtype or weight.dtype))
+        return self._adapted(name, linear, None)
 
     def _adapted(self, name: str, linear: Linear, bias: Tensor | None) -> Linear:
         if self._adapters is None or not self._prefix.startswith("layers."):
@@ -210,7 +246,7 @@ class Decoder:
         last_layer = f"layers.{config.num_layers - 1}." if place.is_last_stage else None
         given = Parameters(parameters, ops, adapters, last_layer=last_layer, ranks=ranks)
         self._own_tokens = place.vocabulary_of(config.vocab_size)
-        table = given.table("embedding") if place.is_first_stage else None
+        table = given.weight("embedding") if place.is_first_stage else None
         self._positions = given.optional("positions")
         self._embedding_norm = self._take_norm(given, "embedding_norm")
         self._project_in, self._project_out = (
@@ -227,7 +263,7 @@ class Decoder:
             for index, layer in enumerate(config.layers)
         ]
         self._final_norm = self._take_norm(given, "final_norm")
-        head = given.table("head.weight")
+        head = given.weight("head.weight")
         is_shared = head is None
         head = table if head is None else head
         self._head = None if config.is_encoder or head is None else self._make_head(head)
@@ -549,7 +585,7 @@ class Decoder:
 
     def _take_layer_inputs(self, given: Parameters) -> LayerInputs:
         given, size = given.below("layer_inputs."), self.config.layer_input_size
-        table, projection = given.table("embedding"), given.linear("projection")
+        table, projection = given.weight("embedding"), given.linear("projection")
         assert table is not None
         norm, num_rows = self._norm(given, "norm"), self.config.layer_input_rows
         return LayerInputs(RowTable(table), projection, norm, size, self._ops, num_rows=num_rows)
@@ -600,8 +636,10 @@ class Decoder:
     def _take_latent(
         self, given: Parameters, index: int, config: AttentionConfig
     ) -> LatentAttention:
+        assert config.latent is not None
         query_norm = given.optional("query_a_norm")
         names = ("query",) if query_norm is None else ("query_a", "query")
+        to_latents, to_values = given.latent_products(config.num_heads, config.latent)
         return LatentAttention(
             config,
             index,
@@ -609,10 +647,10 @@ class Decoder:
             query_norm,
             given.linear("key_value"),
             given.tensor("key_value_norm"),
-            given.tensor("expand"),
+            to_latents,
+            to_values,
             given.summed_linear("output"),
             self._ops,
-            given.heads,
         )
 
     def _take_mlp(self, given: Parameters, config: MlpConfig, *, is_summed: bool = True) -> Mlp:

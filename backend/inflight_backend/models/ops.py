@@ -15,9 +15,11 @@ from torch import Tensor
 from inflight_backend.models.config import RoutingConfig
 from inflight_backend.models.layers import Activation, Fp8Linear, Linear, Quantized, quantize
 from inflight_backend.models.quantization.linears import (
+    MakeHeads,
     MakePackedExperts,
     MakePackedLinear,
     MultiplyGroups,
+    make_heads,
     make_packed_experts,
     make_packed_linear,
 )
@@ -82,6 +84,7 @@ class Ops:
     make_packed_linear: MakePackedLinear
     make_packed_experts: MakePackedExperts
     make_head: Callable[[Tensor], Callable[[Tensor], Tensor]]
+    make_heads: MakeHeads
     join_layers: Callable[[DecoderParts], RunLayers | None]
     greedy: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -124,6 +127,7 @@ TORCH_OPS = Ops(
     make_packed_linear=make_packed_linear,
     make_packed_experts=make_packed_experts,
     make_head=Linear,
+    make_heads=make_heads,
     join_layers=lambda parts: None,
     greedy=reference.greedy,
     sample=reference.sample,

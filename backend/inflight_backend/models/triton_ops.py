@@ -24,12 +24,14 @@ from triton import knobs
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.blocks.triton_linears import (
+    make_triton_heads,
     make_triton_packed_experts,
     make_triton_packed_linear,
 )
 from inflight_backend.models.layers import Fp8Linear, Fp8Weight, Linear, Quantized
 from inflight_backend.models.ops import TORCH_OPS, Ops, experts_by
 from inflight_backend.models.quantization.forms import PackedWeight
+from inflight_backend.models.quantization.linears import RowTable
 from inflight_kernels.ops import rms_norm as norms
 from inflight_kernels.ops import silu_mul as activation
 from inflight_kernels.ops.attention import delta_step as recurring
@@ -157,7 +159,7 @@ class Fp8PackedLinear:
     """`TritonFp8Linear` of a weight that comes in FP8 with a scale per row; it reads plain numbers,
     to which it gives a scale per token."""
 
-    __slots__ = ("_multiply",)
+    __slots__ = ("_multiply", "_rows")
 
     def __init__(
         self, weight: PackedWeight, bias: Tensor | None, *, is_deterministic: bool
@@ -165,10 +167,15 @@ class Fp8PackedLinear:
         values = Quantized(weight.values, weight.scales.contiguous())
         fp8 = Fp8Weight(values, weight.dtype)
         self._multiply = TritonFp8Linear(fp8, bias, is_deterministic=is_deterministic)
+        self._rows = RowTable(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, columns] -> [T, rows]."""
         return self._multiply(_quantize(x.contiguous()))
+
+    def look_up(self, numbers: Tensor) -> Tensor:
+        """Rows of the weight: numbers [T] -> [T, columns]."""
+        return self._rows(numbers)
 
 
 def make_triton_ops(quantization: str, *, is_deterministic: bool) -> Ops:
@@ -186,6 +193,7 @@ def make_triton_ops(quantization: str, *, is_deterministic: bool) -> Ops:
             make_triton_packed_linear, make_fp8=make_packed_fp8, is_deterministic=is_deterministic
         ),
         make_packed_experts=partial(make_triton_packed_experts, is_deterministic=is_deterministic),
+        make_heads=partial(make_triton_heads, is_deterministic=is_deterministic),
     )
     if is_deterministic:
         grouped_linear = partial(grouping.grouped_linear, tile_rows=grouping.MIN_TILE_ROWS)

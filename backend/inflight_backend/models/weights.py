@@ -160,7 +160,7 @@ class Checkpoint:
         for spec in specs:
             parts: list[Part] = []
             parameter = None
-            scheme = spec.scheme_at_load(quantization, backend)
+            scheme = spec.scheme_at_load(quantization)
             if not spec.is_packed(backend) and scheme is None:
                 kept = spec.kept_dtype(str(dtype).removeprefix("torch."), backend)
                 parameter = allocate(

@@ -35,6 +35,7 @@ from inflight_kernels.reference.elementwise import (
 from inflight_kernels.reference.lora import add_lora
 from inflight_kernels.reference.quantized import (
     dequantize,
+    head_linear,
     pack_nibbles,
     quantize_int8,
     unpack_nibbles,
@@ -77,6 +78,7 @@ __all__ = [
     "from_bytes",
     "greedy",
     "grouped_linear",
+    "head_linear",
     "is_drawn",
     "layer_norm",
     "log_probs_of_draws",

@@ -29,6 +29,12 @@ def dequantize(
     return wide
 
 
+def head_linear(x: Tensor, weight: Tensor, *, by_rows: bool) -> Tensor:
+    """x [T, H, columns] times a weight [H, rows, columns] of each head: [T, H, rows]; ``by_rows``
+    x [T, H, rows] times the same transposed: [T, H, columns]."""
+    return torch.einsum("thr,hrc->thc" if by_rows else "thc,hrc->thr", x, weight)
+
+
 def _widen(values: Tensor) -> Tensor:
     """[rows, columns] float32."""
     if values.dtype == torch.uint8:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from support.checkpoints import write_checkpoint
 from support.engine_driver import EngineDriver, Job
 from support.fake_cuda import FakeCuda
 from support.families import write_family
+from support.gguf_writer import Array, keep_float32, write_gguf
+from support.held_memory import held_bytes
 from support.quantized import SCHEMES, W8A8, Scheme, gptq, write_quantized
 
 from inflight_backend.engine import Engine, EngineConfig
@@ -40,7 +46,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits(folder: Path, config: EngineConfig) -> torch.Tensor:
     """Those of each token of a prompt."""
-    driver = EngineDriver(Engine.load(folder, config))
+    return logits_of(Engine.load(folder, config))
+
+
+def logits_of(engine: Engine) -> torch.Tensor:
+    """The same of an engine."""
+    driver = EngineDriver(engine)
     driver.step({Job(PROMPT, outputs=OutputParams(context_logits=True)): 0})
     outputs = driver.engine.take_outputs()
     assert outputs is not None
@@ -155,21 +166,88 @@ def test_rounded_while_it_is_loaded(plain: Path, quantization: str) -> None:
     assert (found - expected).abs().max() < 1e-4 * expected.std()
 
 
+_LATENTS = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+
+
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
-    ("name", "experts", "reason"),
+    ("family", "name"),
     [
-        ("ct-w8a16", r"(?!3)\d", "not all quantised alike"),
-        ("modelopt-w8a16-factors", r"\d", "pre_quant_scale"),
+        ("deepseek_v3", "fp8-blocks"),
+        ("qwen2_moe", "modelopt-w8a16-factors"),
+        ("llama-linear", "ct-w8a16-asymmetric"),
+        ("opt-350m", "ct-w8a16"),
+        *product(
+            ("deepseek_v3", "qwen2_moe", "llama-linear"),
+            ("bnb-nf4", "gptq-8-order", "modelopt-w8a16-factors", "ct-w4a16-channel"),
+        ),
     ],
 )
-def test_experts_without_a_kernel_are_refused(
-    tmp_path: Path, name: str, experts: str, reason: str
-) -> None:
+def test_no_weight_is_widened(tmp_path: Path, family: str, name: str) -> None:
+    """Whatever may come quantised stays so: what expands latents, routers and gates, experts with
+    factors of their own, an embedding that is the head."""
+    plain = tmp_path / "plain"
+    write_family(plain, family, **(_LATENTS if family == "deepseek_v3" else {}))
+    with Checkpoint(plain) as opened:
+        specs = decoder_parameters(opened.fit(read_model(plain)))
+    weights = {
+        source.name
+        for spec in specs
+        for source in spec.sources
+        if source.name.endswith(".weight") and len(source.shape) == 2 and spec.name != "positions"
+    }
+    pattern = re.compile("|".join(map(re.escape, weights)))
+    scheme = SCHEMES[name]
+    if name == "gptq-8-order":
+        scheme = Scheme(gptq(8, bits=8, has_order=True), {**scheme.config, "group_size": 8})
+    folder, expected = write_quantized(plain, tmp_path, scheme, pattern)
+    with Checkpoint(folder) as opened:
+        specs = decoder_parameters(opened.fit(read_model(folder)))
+        parameters = opened.load(specs, torch.float32, "cpu", backend="triton")
+    quantised = [spec for spec in specs if any(each.scheme for each in spec.sources)]
+    assert {source.name for spec in quantised for source in spec.sources} == weights
+    for spec in quantised:
+        parameter = parameters[spec.name]
+        assert isinstance(parameter, PackedWeight | JoinedWeight)
+        assert not isinstance(parameter, JoinedWeight) or all(
+            isinstance(each, PackedWeight) for each in parameter.parts
+        )
+    wanted, engine = logits(expected, CPU), Engine.load(folder, TRITON)
+    assert (logits_of(engine) - wanted).abs().max() < 1e-4 * wanted.std()
+    planned = make_plan(folder, TRITON, gpu_memory=2**34).weight_bytes
+    assert planned <= held_bytes(engine._decoder) < 1.08 * planned
+
+
+@pytest.mark.slow
+def test_latents_of_gguf_stay_in_few_bits(tmp_path: Path) -> None:
+    """Keys and values apart, keys turned."""
+    plain = tmp_path / "plain"
+    write_family(plain, "deepseek_v3", **_LATENTS)
+
+    def keep(name: str, data: Array) -> tuple[Array, GGMLQuantizationType]:
+        kind = GGMLQuantizationType.Q8_0
+        is_kept = name.endswith(("attn_k_b.weight", "attn_v_b.weight"))
+        return (
+            (quantize(np.ascontiguousarray(data), kind), kind)
+            if is_kept
+            else keep_float32(name, data)
+        )
+
+    path = write_gguf(plain, tmp_path / "model.gguf", "deepseek2", keep)
+    with Checkpoint(path) as opened:
+        specs = decoder_parameters(opened.fit(read_model(path)))
+        parameters = opened.load(specs, torch.float32, "cpu", backend="triton")
+    for name in ("expand_keys", "expand_values"):
+        assert isinstance(parameters[f"layers.1.{name}"], PackedWeight)
+    assert difference(path, path)[0] < 1e-4
+
+
+def test_experts_without_a_kernel_are_refused(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     write_family(plain, "mixtral")
-    pattern = re.compile(rf".*experts\.{experts}\.w\d\.weight")
-    folder, _ = write_quantized(plain, tmp_path, SCHEMES[name], pattern)
-    with pytest.raises(ConfigurationError, match=reason):
+    pattern = re.compile(r".*experts\.(?!3)\d\.w\d\.weight")
+    folder, _ = write_quantized(plain, tmp_path, SCHEMES["ct-w8a16"], pattern)
+    with pytest.raises(ConfigurationError, match="not all quantised alike"):
         Engine.load(folder, TRITON)
 
 

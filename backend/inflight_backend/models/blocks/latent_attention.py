@@ -8,8 +8,6 @@ key head, whose values are its keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -35,29 +33,21 @@ class LatentAttention:
         query_norm: Tensor | None,
         key_value: Linear,
         key_value_norm: Tensor,
-        expand: Tensor,
+        to_latents: Linear,
+        to_values: Linear,
         output: Linear,
         ops: Ops,
-        adapt: Callable[[str, Linear], Linear],
     ) -> None:
-        """``query``: one linear, or two with a norm between; ``expand`` [H * (nope + value),
-        kv_rank] makes keys and values of latents. ``adapt`` lets adapters change a product of
-        heads [T, H, columns] -> [T, H, rows], which it calls by a name."""
+        """``query``: one linear, or two with a norm between. Products of heads: ``to_latents``
+        [T, H, nope] -> [T, H, kv_rank] and ``to_values`` [T, H, kv_rank] -> [T, H, value]."""
         latent = config.latent
         assert latent is not None
         self._config, self._latent, self._index, self._ops = config, latent, index, ops
         self._query, self._query_norm = query, query_norm
         self._key_value, self._key_value_norm = key_value, key_value_norm
-        parts = expand.view(config.num_heads, latent.nope + latent.value, latent.kv_rank)
-        to_latents = parts[:, : latent.nope]  # [H, nope, rank]
-        to_values = parts[:, latent.nope :].transpose(1, 2)  # [H, rank, value]
-        self._to_latents = adapt(
-            "expand_key", lambda query: torch.einsum("thd,hdr->thr", query, to_latents)
-        )
-        self._to_values = adapt(
-            "expand_value", lambda found: torch.einsum("thr,hrv->thv", found, to_values)
-        )
-        order = torch.tensor(config.rotary_order or range(config.head_dim), device=expand.device)
+        self._to_latents, self._to_values = to_latents, to_values
+        device = key_value_norm.device
+        order = torch.tensor(config.rotary_order or range(config.head_dim), device=device)
         self._order, self._inverse = order, order.argsort()[latent.rope :]
         self.output = output
 

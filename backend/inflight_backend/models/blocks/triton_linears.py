@@ -6,8 +6,9 @@ a linear reads, and the device multiplies numbers of that type, both factors are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,13 +21,17 @@ from inflight_backend.models.quantization.forms import (
     split,
 )
 from inflight_backend.models.quantization.linears import (
+    HeadPart,
     JoinedLinear,
     MakeLinear,
     Multiply,
     MultiplyGroups,
     ScaledLinear,
+    dequantize,
+    make_heads,
 )
 from inflight_kernels import launch
+from inflight_kernels.ops.linear.head_linear import head_linear
 from inflight_kernels.ops.linear.quantize_fp8 import quantize_fp8
 from inflight_kernels.ops.linear.quantize_int8 import quantize_int8
 from inflight_kernels.ops.linear.quantized_linear import (
@@ -34,6 +39,7 @@ from inflight_kernels.ops.linear.quantized_linear import (
     choose_tile,
     prepare,
     quantized_linear,
+    rows,
 )
 
 _FP8 = torch.float8_e4m3fn
@@ -85,44 +91,99 @@ def make_triton_packed_experts(
     is_deterministic: bool,
 ) -> MultiplyGroups:
     """`linears.make_packed_experts` in one launch. `ConfigurationError` where experts differ in
-    more than the order of their columns."""
+    more than the order and the factors of their columns."""
     del make_plain
-    stacked, orders = (weight, None) if isinstance(weight, PackedWeight) else _stack(weight, count)
-    if stacked.factors is not None:
-        raise ConfigurationError(
-            "what a layer's experts read has factors of its columns (pre_quant_scale), and there "
-            "is no kernel for such experts on a GPU; use device=cpu"
+    if isinstance(weight, PackedWeight):
+        stacked = replace(weight, order=None, factors=None)
+        orders, factors = (
+            None if each is None else each.expand(count, -1)
+            for each in (weight.order, weight.factors)
         )
-    if stacked.order is not None:
-        orders = stacked.order.expand(count, -1)
-        stacked = replace(stacked, order=None)
-    return TritonPackedLinear(
+    else:
+        stacked, orders, factors = _stack(weight, count)
+    linear = TritonPackedLinear(
         stacked,
         None if bias is None else bias.flatten(),
         orders=orders,
         is_deterministic=is_deterministic,
     )
+    return linear if factors is None else ScaledExperts(linear, factors)
 
 
-def _stack(weight: JoinedWeight, count: int) -> tuple[PackedWeight, Tensor]:
-    """Experts whose columns have orders of their own as one weight, and those [count, columns]."""
+def _stack(weight: JoinedWeight, count: int) -> tuple[PackedWeight, Tensor | None, Tensor | None]:
+    """Experts whose columns have orders or factors of their own as one weight, and those [count,
+    columns]; None: there are none."""
     experts = [each for each in split(weight, count) if isinstance(each, PackedWeight)]
     if len(experts) < count or len({each.form for each in experts}) > 1:
         raise ConfigurationError(
             "the experts of a layer are not all quantised alike, and there is no kernel for such "
             "ones on a GPU; use device=cpu"
         )
-    columns = experts[0].columns
-    plain = torch.arange(columns, dtype=torch.int32, device=experts[0].values.device)
-    orders = [plain if each.order is None else each.order for each in experts]
-    return join_rows([replace(each, order=None) for each in experts]), torch.stack(orders)
+    stacked = join_rows([replace(each, order=None, factors=None) for each in experts])
+    orders = factors = None
+    if any(each.order is not None for each in experts):
+        plain = torch.arange(stacked.columns, dtype=torch.int32, device=stacked.values.device)
+        orders = torch.stack([plain if each.order is None else each.order for each in experts])
+    if experts[0].factors is not None:
+        factors = torch.stack([each.factors for each in experts if each.factors is not None])
+    return stacked, orders, factors
+
+
+class ScaledExperts:
+    """Linears of experts, of an input whose columns are multiplied by the ``factors`` [count,
+    columns] of its rows' experts first."""
+
+    __slots__ = ("_factors", "_multiply")
+
+    def __init__(self, multiply: MultiplyGroups, factors: Tensor) -> None:
+        self._multiply, self._factors = multiply, factors
+
+    def __call__(self, x: Tensor, starts: Tensor) -> Tensor:
+        """x [T, columns], ``starts`` [count + 1] of the rows of each expert -> [T, rows]."""
+        rows_of_x = torch.arange(len(x), dtype=starts.dtype, device=x.device)
+        experts = torch.searchsorted(starts[1:], rows_of_x, right=True)
+        return self._multiply(x * self._factors[experts], starts)
+
+
+def make_triton_heads(
+    weight: Tensor | PackedWeight,
+    count: int,
+    parts: Sequence[HeadPart],
+    *,
+    is_deterministic: bool,
+) -> list[Multiply]:
+    """`linears.make_heads`."""
+    if isinstance(weight, Tensor):
+        return make_heads(weight, count, parts)
+    multiply = partial(
+        head_linear,
+        values=weight.values,
+        scales=weight.scales,
+        zeros=weight.wide_zeros,
+        group_size=weight.group_size,
+        order=weight.order,
+        codebook=weight.codebook,
+        tile_tokens=_TILE_TOKENS if is_deterministic else None,
+    )
+    return [_with_factors(multiply, part, weight.factors) for part in parts]
+
+
+def _with_factors(
+    multiply: Callable[..., Tensor], part: HeadPart, factors: Tensor | None
+) -> Multiply:
+    """The product of a part, whose columns are multiplied by ``factors`` [columns]."""
+    rows, by_rows = part
+    product = partial(multiply, by_rows=by_rows, first_row=rows.start, num_rows=len(rows))
+    if factors is None:
+        return product
+    return (lambda x: product(x) * factors) if by_rows else (lambda x: product(x * factors))
 
 
 class TritonPackedLinear:
     """``x @ weight.T + bias`` by `quantized_linear`; of experts too, with ``orders`` [count,
     columns] of their columns."""
 
-    __slots__ = ("_bias", "_dtype", "_input", "_is_deterministic", "_weight")
+    __slots__ = ("_bias", "_dtype", "_input", "_is_deterministic", "_order", "_weight")
 
     def __init__(
         self,
@@ -134,6 +195,7 @@ class TritonPackedLinear:
     ) -> None:
         if orders is None and weight.order is not None:
             orders = weight.order[None]
+        self._order = weight.order
         self._input = None if orders is not None else _input_of(weight)
         self._weight = prepare(
             weight.values,
@@ -164,6 +226,17 @@ class TritonPackedLinear:
             out_dtype=self._dtype,
             tile=self._tile(starts) if self._is_deterministic else None,
         )
+
+    def look_up(self, numbers: Tensor) -> Tensor:
+        """Rows of the weight of a linear: numbers [T] -> [T, columns]."""
+        weight = self._weight
+        values, scales, zeros = rows(weight, numbers)
+        return dequantize(
+            PackedWeight(
+                values, scales, zeros, self._order, weight.group_size, self._dtype,
+                codebook=weight.codebook,
+            )
+        )  # fmt: skip
 
     def _tile(self, starts: Tensor | None) -> Tile:
         """The same whatever a step holds."""

@@ -257,6 +257,10 @@ def _cut_of_latent(
         return Cut(rows=ranges_of(heads, latent.nope + latent.rope))
     if rest == "expand":
         return Cut(rows=ranges_of(heads, latent.nope + latent.value))
+    if rest == "expand_keys":
+        return Cut(rows=ranges_of(heads, latent.kv_rank))
+    if rest == "expand_values":
+        return Cut(rows=ranges_of(heads, latent.value))
     if rest == "output.weight":
         return Cut(columns=ranges_of(heads, latent.value))
     return _of_first_rank(place) if rest == "output.bias" else WHOLE

@@ -9,7 +9,6 @@ from functools import partial
 from inflight_backend.models.config import (
     AttentionConfig,
     DeltaConfig,
-    LatentConfig,
     ModelConfig,
     WeightNames,
 )
@@ -26,7 +25,6 @@ from inflight_backend.models.parameters.rearranging import (
     log_of_negative,
     one_row,
     pick,
-    transposed,
 )
 from inflight_backend.models.parameters.sources import (
     Convert,
@@ -154,37 +152,28 @@ def _latent_parameters(
     down, norm, up = (folder + each for each in names.latent_key_value)
     rank = latent.kv_rank
     expanded = heads * (latent.nope + latent.value)
-    expand = single_parameter(f"{prefix}expand", f"{up}.weight", (expanded, rank))
+    expand = {"expand": (up, (expanded, rank))}
     if names.latent_halves is not None:
-        expand = _expand_of_halves(names.latent_halves, latent, heads, f"{prefix}expand", folder)
+        keys, values = (folder + each for each in names.latent_halves)
+        expand = {
+            "expand_keys": (keys, (heads * rank, latent.nope)),
+            "expand_values": (values, (heads * latent.value, rank)),
+        }
     return [
         *specs,
         *linear_parameters(
             config, f"{prefix}key_value", down, rank + latent.rope, hidden, has_bias
         ),
         single_parameter(f"{prefix}key_value_norm", f"{norm}.weight", (rank,)),
-        expand,
+        *(
+            replace(single_parameter(prefix + name, f"{source}.weight", shape), num_heads=heads)
+            for name, (source, shape) in expand.items()
+        ),
         *linear_parameters(
             config, f"{prefix}output", folder + names.output, hidden, heads * latent.value,
             attention.has_output_bias,
         ),
     ]  # fmt: skip
-
-
-def _expand_of_halves(
-    halves: tuple[str, str], latent: LatentConfig, heads: int, name: str, folder: str
-) -> ParameterSpec:
-    """Of a file that has keys [heads * rank, nope] and values [heads * value, rank] apart."""
-    rank, nope, value = latent.kv_rank, latent.nope, latent.value
-    keys, values = (f"{folder}{each}.weight" for each in halves)
-    turned = partial(transposed, rows=None)
-    sources = []
-    for head in range(heads):
-        part = (head * rank, (head + 1) * rank)
-        sources.append(Source(keys, (heads * rank, nope), turned, (nope, rank), part))
-        part = (head * value, (head + 1) * value)
-        sources.append(Source(values, (heads * value, rank), None, (value, rank), part))
-    return ParameterSpec(name, tuple(sources))
 
 
 def delta_parameters(

@@ -52,9 +52,8 @@ def decoder_parameters(config: ModelConfig) -> list[ParameterSpec]:
     if config.has_embedding_norm:
         specs += norm_parameters(config, "embedding_norm", prefix + names.embedding_norm)
     if config.embedding_size is not None:
-        specs.append(
-            single_parameter("project_in.weight", f"{prefix}project_in.weight", (hidden, size))
-        )
+        place = f"{prefix}project_in"
+        specs += linear_parameters(config, "project_in", place, hidden, size, False)
     if config.layer_input_size:
         specs += _layer_inputs(config)
     if config.altup is not None:
@@ -64,9 +63,8 @@ def decoder_parameters(config: ModelConfig) -> list[ParameterSpec]:
     if config.has_final_norm:
         specs += norm_parameters(config, "final_norm", prefix + names.final_norm)
     if config.embedding_size is not None:
-        specs.append(
-            single_parameter("project_out.weight", f"{prefix}project_out.weight", (size, hidden))
-        )
+        place = f"{prefix}project_out"
+        specs += linear_parameters(config, "project_out", place, size, hidden, False)
     specs += _head(config)
     if config.encoder is not None:
         inner = (spec for spec in decoder_parameters(config.encoder) if spec.name != "embedding")

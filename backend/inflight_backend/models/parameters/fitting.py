@@ -119,7 +119,7 @@ def assumed(config: ModelConfig) -> ModelConfig:
     linears = [
         source.module
         for spec in decoder_parameters(config)
-        if (spec.is_linear or spec.num_experts) and spec.name.endswith(WEIGHT)
+        if spec.num_heads or ((spec.is_linear or spec.num_experts) and spec.name.endswith(WEIGHT))
         for source in spec.sources
     ]
     return replace(config, quantization=config.quantization.assumed(linears, config.dtype))

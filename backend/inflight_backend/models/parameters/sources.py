@@ -134,8 +134,9 @@ class ParameterSpec:
 
     ``is_wide``: kept in float32 whatever the model's dtype is. ``num_experts``: the rows are
     those of linears of so many experts, one after the other. ``is_gate``: of a linear that weighs
-    experts. ``table``: what its rows, one for each token, are there for: they are looked up, are
-    the head's, or both. ``file_dtype``: in which the files have it, where that may be kept.
+    experts. ``num_heads``: the rows are those of products of so many heads. ``table``: what its
+    rows, one for each token, are there for: they are looked up, are the head's, or both.
+    ``file_dtype``: in which the files have it, where that may be kept.
     """
 
     name: str
@@ -144,6 +145,7 @@ class ParameterSpec:
     is_wide: bool = False
     num_experts: int = 0
     is_gate: bool = False
+    num_heads: int = 0
     table: Literal["", "rows", "head", "both"] = ""
     file_dtype: str = ""
 
@@ -153,17 +155,17 @@ class ParameterSpec:
         first = self.sources[0].filled
         return (sum(source.rows for source in self.sources), *first[1:])
 
-    def _may_be_packed(self, backend: str) -> bool:
-        """True if no more is needed of it than a linear's product, and rows. The kernels of triton
-        keep numbers in an order of their own: rows would be kept a second time."""
-        if self.table == "both" and backend == "triton":
-            return False
+    @property
+    def _may_be_packed(self) -> bool:
+        """True if no more is needed of it than a linear's product, and rows."""
         return self.is_linear or self.num_experts > 0 or self.table != ""
 
     def is_packed(self, backend: str) -> bool:
-        """True if it comes quantised and stays so in memory: where ``backend`` has a product."""
+        """True if it comes quantised and stays so in memory: where ``backend`` has a product. Of
+        gates and heads only the kernels of a GPU have one."""
         schemes = (source.scheme for source in self.sources)
-        return self._may_be_packed(backend) and any(
+        has_kernel = backend == "triton" and (self.is_gate or self.num_heads > 0)
+        return (self._may_be_packed or has_kernel) and any(
             each is not None and each.stays_packed(backend) for each in schemes
         )
 
@@ -178,9 +180,9 @@ class ParameterSpec:
         has_product = self.shape[-1] % 2 == 0 and (self.table != "" or rows % _PRODUCT_ROWS == 0)
         return self.file_dtype if has_product else dtype
 
-    def scheme_at_load(self, quantization: str, backend: str) -> Scheme | None:
+    def scheme_at_load(self, quantization: str) -> Scheme | None:
         """How an unquantised one is rounded while it is loaded; None: it stays as it is."""
-        if not self._may_be_packed(backend):
+        if not self._may_be_packed:
             return None
         if self.table:
             is_head = self.table != "rows"
@@ -192,13 +194,16 @@ def packed_bytes(spec: ParameterSpec, backend: str, dtype_bytes: int) -> int:
     """Bytes in memory of a parameter with ``is_packed`` for ``backend``, in a model whose numbers
     take ``dtype_bytes``. Neighbours with one input have one order of columns, and factors."""
     columns = spec.shape[1]
+    is_padded = spec.num_heads == 0 and spec.table != "rows"
     num_bytes = columns * _ORDER_BYTES * _num_inputs(spec, lambda scheme: scheme.has_order)
     num_bytes += columns * dtype_bytes * _num_inputs(spec, lambda scheme: scheme.has_factors)
     for source in spec.sources:
         if source.scheme is None or not source.scheme.stays_packed(backend):
             num_bytes += source.rows * columns * dtype_bytes
         else:
-            num_bytes += source.scheme.num_bytes(source.rows, columns, dtype_bytes, backend)
+            num_bytes += source.scheme.num_bytes(
+                source.rows, columns, dtype_bytes, backend, is_padded=is_padded
+            )
     return num_bytes
 
 

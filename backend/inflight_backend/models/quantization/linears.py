@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,18 @@ MakePackedLinear: TypeAlias = Callable[
 MakePackedExperts: TypeAlias = Callable[
     [PackedWeight | JoinedWeight, Tensor | None, int, MakeLinear], MultiplyGroups
 ]
+
+
+class HeadPart(NamedTuple):
+    """Rows of each head, and whether what is multiplied has a number for each of them, or for each
+    column."""
+
+    rows: range
+    by_rows: bool
+
+
+MakeHeads: TypeAlias = Callable[[Any, int, Sequence[HeadPart]], list[Multiply]]
+"""`make_heads`; weights are quantised where `ParameterSpec.is_packed` says so only."""
 
 
 @runtime_checkable
@@ -73,6 +85,16 @@ def make_packed_experts(
         for part, bias in zip(split(weight, count), biases, strict=True)
     ]
     return partial(_multiply_groups, linears)
+
+
+def make_heads(weight: Tensor, count: int, parts: Sequence[HeadPart]) -> list[Multiply]:
+    """`reference.head_linear` of each part, of ``count`` heads whose weights [rows of a head,
+    columns] follow one another."""
+    heads = weight.view(count, -1, weight.shape[1])
+    return [
+        partial(reference.head_linear, weight=heads[:, rows.start : rows.stop], by_rows=by_rows)
+        for rows, by_rows in parts
+    ]
 
 
 def _multiply_groups(linears: list[Multiply], x: Tensor, starts: Tensor) -> Tensor:

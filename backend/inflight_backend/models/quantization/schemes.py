@@ -78,11 +78,14 @@ class Scheme:
         """Scales of a row."""
         return -(-columns // self.group_columns(columns))
 
-    def num_bytes(self, rows: int, columns: int, dtype_bytes: int, backend: str) -> int:
+    def num_bytes(
+        self, rows: int, columns: int, dtype_bytes: int, backend: str, *, is_padded: bool = True
+    ) -> int:
         """Bytes that a weight takes in memory, without the order of its columns: as
-        `forms.PackedWeight`, but kernels (``backend`` triton) pad its columns, and there and in
-        torch zeros are as wide as scales. ``dtype_bytes``: of a number of the model."""
-        padding = -columns % _KERNEL_COLUMNS if backend == "triton" else 0
+        `forms.PackedWeight`, but kernels (``backend`` triton) pad its columns unless ``is_padded``
+        is false, and there and in torch zeros are as wide as scales. ``dtype_bytes``: of a number
+        of the model."""
+        padding = -columns % _KERNEL_COLUMNS if backend == "triton" and is_padded else 0
         groups, of_zeros = self.num_groups(columns), 0
         if self.has_zeros or self._is_in_pairs(backend, dtype_bytes):
             is_small = backend == "compiled" and self.bits == 4 and self.layout not in GGUF_SCHEMES

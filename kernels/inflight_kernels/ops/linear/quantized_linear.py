@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from inflight_kernels import launch
+from inflight_kernels import launch, reference
 from inflight_kernels.launch import INTERPRETED, Argument, find_group, narrow
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -141,6 +141,25 @@ def _to_words(values: torch.Tensor, columns: int, depth: int) -> torch.Tensor:
         joined = (runs << shifts[:, None]).sum(2, dtype=torch.int32).flatten(1)
         words[first : first + len(part)].copy_(joined)
     return words
+
+
+def rows(
+    weight: QuantizedWeight, numbers: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Values, scales and zeros of those rows [n], as `prepare` got them; without zeros, they were
+    none or all the middle one."""
+    columns, scales = weight.columns, weight.scales[:, numbers].t()
+    zeros = None if weight.zeros is None else weight.zeros[:, numbers].t()
+    if weight.kind == "plain":
+        values = weight.values.view(torch.uint8)[numbers][:, :columns]
+        return values.view(weight.values.dtype), scales, zeros
+    bits, depth = 16 // weight.per_word, weight.depth
+    runs = weight.values[numbers].view(len(numbers), weight.values.shape[1] // depth, 1, depth)
+    shifts = torch.arange(0, 16, bits, dtype=torch.int16, device=runs.device)
+    parts = ((runs >> shifts[:, None]) & (2**bits - 1)).to(torch.uint8).flatten(1)[:, :columns]
+    if weight.kind == "int4":
+        return reference.pack_nibbles(parts), scales, zeros
+    return parts.view(torch.int8 if weight.kind == "int8" else _FP8), scales, zeros
 
 
 @cache
