@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-import grpc.aio
 import numpy as np
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 from tritonclient.utils import (
     deserialize_bytes_tensor,
     np_to_triton_dtype,
@@ -25,6 +23,7 @@ from tritonclient.utils import (
 
 from inflight_client.address import Address
 from inflight_client.terminal.load import EventStream, Round, Trace
+from wire import GrpcStreams
 
 HOST = "127.0.0.1"
 LLM_MODEL = "tensorrt_llm"
@@ -134,32 +133,33 @@ async def run_streams(port: int, num_streams: int, values: dict[str, Any]) -> Ro
 
 async def run_grpc_streams(port: int, num_streams: int, values: dict[str, Any]) -> Round:
     """The same over gRPC, all on one connection, as an asynchronous client has it."""
-    target, options = f"{HOST}:{port}", [("grpc.enable_http_proxy", 0)]
-    async with grpc.aio.insecure_channel(target, options=options) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        started = time.perf_counter()
-        traces = await asyncio.gather(*(_trace_grpc(stub, values) for _ in range(num_streams)))
-        return Round(num_streams, time.perf_counter() - started, list(traces))
-
-
-async def _trace_grpc(stub: Any, values: dict[str, Any]) -> Trace:
     request = encode("", values)
     for name in ("text_output", "sequence_length"):
         request.outputs.add(name=name)
-    call = stub.ModelStreamInfer()
-    await call.write(request)
-    started, trace = time.perf_counter(), Trace()
-    async for message in call:
+    loop = asyncio.get_running_loop()
+    _, streams = await loop.create_connection(lambda: GrpcStreams(num_streams), HOST, port)
+    started = time.perf_counter()
+    streams.send(request.SerializeToString())
+    await streams.ended
+    ended = time.perf_counter()
+    traces = [_read_trace(messages, started) for messages in streams.received.values()]
+    for trace in traces:
+        _checked(trace, values["request_output_len"])
+    return Round(num_streams, ended - started, traces)
+
+
+def _read_trace(messages: Sequence[tuple[float, bytes]], started: float) -> Trace:
+    trace = Trace()
+    for moment, raw in messages:
+        message = service_pb2.ModelStreamInferResponse.FromString(raw)
         if message.error_message:
             raise ValueError(message.error_message)
         infer = message.infer_response
-        for output, raw in zip(infer.outputs, infer.raw_output_contents, strict=True):
+        for output, content in zip(infer.outputs, infer.raw_output_contents, strict=True):
             if output.name == "sequence_length":
-                trace.times.append(time.perf_counter() - started)
-                trace.counts.append(int.from_bytes(raw, "little"))
-        if infer.parameters["triton_final_response"].bool_param:
-            await call.done_writing()
-    return _checked(trace, values["request_output_len"])
+                trace.times.append(moment - started)
+                trace.counts.append(int.from_bytes(content, "little"))
+    return trace
 
 
 async def run_completions(port: int, num_streams: int, values: dict[str, Any]) -> Round:

@@ -45,7 +45,7 @@ class AwakeClock:
 
 _logger = get_logger(__name__)
 
-_REST = 20
+_REST = 50
 _LONGEST_REST_SECONDS = 1.0  # a run may have taken long because the machine stood still
 
 
@@ -54,7 +54,7 @@ class PeriodicTask:
     """Something to do every ``period`` seconds, every ``idle_period`` while no request is there;
     by default not at all then.
 
-    One that took ``seconds`` last time rests twenty times as long, up to a second: to look at 256
+    One that took ``seconds`` last time rests fifty times as long, up to a second: to look at 256
     streams takes 25 ms on busy cores, in which it holds up those who generate and send.
     """
 
