@@ -61,6 +61,7 @@ def test_every_script_starts(script: str, tmp_path: Path) -> None:
     [
         ("idle", "--seconds 0.5 --rounds 1"),
         ("live_page", "--streams 2 --tokens 8 --viewers 1 --rounds 1"),
+        ("memory", "--model tiny --schemes awq"),
         ("pictures", "--requests 50"),
         ("quantized", "--model random --requests 1 2 --prompt 8 --tokens 4 --rounds 1"),
         ("ranks", "--small --rounds 1 --steps 2 --prompt 160 --settings one pp2"),

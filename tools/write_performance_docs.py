@@ -66,6 +66,18 @@ def _quantized(result: Result) -> Iterator[Result]:
         yield {**row, **speeds, "megabytes": f"{num_bytes / 1e6:.0f}" if num_bytes else ""}
 
 
+def _memory(result: Result) -> Iterator[Result]:
+    for row in result["rows"]:
+        ratios = row["of_bfloat16"]
+        yield {
+            **row,
+            "parameters": row["weight_bytes"] / 2**20,
+            "process": row["process_bytes"] / 2**20,
+            "of_parameters": ratios["weight_bytes"],
+            "of_process": ratios["process_bytes"],
+        }
+
+
 def _field(name: str) -> str:
     return name.replace(" ", "_").replace(".", "_")
 
@@ -99,6 +111,7 @@ ROWS: dict[str, Callable[[Result], Iterable[Result]]] = {
     "cpu_engine_peers": _cpu_engine,
     "cpu_engine_peers_long": _cpu_engine,
     "quantized": _quantized,
+    "memory": _memory,
     "scheduler": _scheduler,
     "idle": _idle,
 }

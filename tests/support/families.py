@@ -8,6 +8,7 @@ lengths that a prompt passes.
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -948,13 +949,34 @@ _SMALL_VISION = {
 }
 
 
-def make_config(name: str, **settings: Any) -> Any:
+def make_config(name: str, *, has_whole_groups: bool = False, **settings: Any) -> Any:
     """The configuration of a variant in transformers; ``settings`` are beside those of the
-    variant."""
+    variant. ``has_whole_groups``: what linears read has sizes that 64 divides."""
     import transformers
 
     model_type, changes = FAMILY_VARIANTS[name]
-    return transformers.AutoConfig.for_model(model_type, **{**_SMALL, **changes, **settings})
+    values = {**_SMALL, **changes, **settings}
+    if has_whole_groups:
+        values = {key: _in_groups(key, each) for key, each in values.items()}
+    return transformers.AutoConfig.for_model(model_type, **values)
+
+
+_SIZE = re.compile(
+    r"(.*_|\b)(intermediate_size(_mlp)?|ffn_dim|n_inner|ffn_hidden_size|lora_rank|laurel_rank"
+    r"|hidden_size_per_layer_input)"
+)
+"""Names of sizes that are inputs of a linear, of which those of a head are one of four."""
+_HEAD_SIZE = re.compile(r"(v_|linear_value_)?head_dim")
+
+
+def _in_groups(key: str, value: Any) -> Any:
+    """A setting, rounded up if it is such a size."""
+    if isinstance(value, dict):
+        return {name: _in_groups(name, each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_in_groups(key, each) for each in value]
+    unit = 64 if _SIZE.fullmatch(key) else 16 if _HEAD_SIZE.fullmatch(key) else 1
+    return value if unit == 1 or not value else -(-value // unit) * unit
 
 
 def read_config(name: str) -> ModelConfig:
@@ -972,7 +994,7 @@ def config_values(config: Any) -> dict[str, Any]:
 @cache
 def write_family(folder: Path, name: str, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the checkpoint of a variant; tokens [40] and the logits [40, vocab] of transformers.
-    ``settings`` are beside those of the variant."""
+    ``settings``: of `make_config`."""
     import transformers
 
     model_type, config = FAMILY_VARIANTS[name][0], make_config(name, **settings)

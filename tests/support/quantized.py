@@ -209,9 +209,7 @@ def with_factors(make: Make) -> Make:
     SmoothQuant. Linears of one input have the same ones, but not experts."""
 
     def make_scaled(module: str, weight: Tensor) -> Made:
-        expert = re.search(r"experts\.(\d+)", module)
-        seed = weight.shape[1] + (0 if expert is None else int(expert[1]))
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(_seed_of_input(module, weight.shape[1]))
         factors = 0.5 + torch.rand(weight.shape[1], generator=generator).bfloat16()
         tensors, wide = make(module, weight)
         return {**tensors, "pre_quant_scale": factors}, wide * factors.float()
@@ -247,10 +245,15 @@ def _shuffled(module: str, columns: int, size: int | None) -> tuple[Tensor, Tens
     of one input share it, but not experts."""
     order = torch.arange(columns)
     if size is not None:
-        expert = re.search(r"experts\.(\d+)", module)
-        seed = columns + (0 if expert is None else int(expert[1]))
-        order = torch.randperm(columns, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(_seed_of_input(module, columns))
+        order = torch.randperm(columns, generator=generator)
     return order, (order.argsort() // (size or columns)).int()
+
+
+def _seed_of_input(module: str, columns: int) -> int:
+    """One for each expert, and one for all other linears."""
+    expert = re.search(r"experts\.(\d+)", module)
+    return columns + (0 if expert is None else int(expert[1]))
 
 
 def awq(size: int) -> Make:

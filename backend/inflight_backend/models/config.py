@@ -332,7 +332,8 @@ class LayerInputNames:
 
 @dataclass(frozen=True, slots=True)
 class BesideNames:
-    """Where a checkpoint has the experts beside a dense layer (Gemma 4)."""
+    """Where a checkpoint has the experts beside a dense layer (Gemma 4). With the ``layout`` "each"
+    they have the usual names."""
 
     router: str = "router.proj"
     layout: str = "stacked"
@@ -419,6 +420,8 @@ class WeightNames:
     def of_experts_beside(self) -> WeightNames:
         """The same with the names of `beside` for the experts."""
         beside = self.beside
+        if beside.layout == "each":
+            return replace(self, router=beside.router)
         return replace(
             self,
             router=beside.router,

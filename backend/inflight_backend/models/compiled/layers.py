@@ -153,7 +153,8 @@ class JoinedLayers:
         self._adapted = [each for each in linears if isinstance(each, CompiledAdaptedLinear)]
         self._adapters = self._adapted[0].table if self._adapted else None
         self._programs: dict[bool, _LayersProgram] = {}  # without chunks, and with
-        self._lock = threading.Lock()  # there is one memory between the stages
+        self._memory = _Memory(0, torch.float32)  # between the stages of both
+        self._lock = threading.Lock()
 
     def __call__(self, x: Tensor, step: AttentionStep, rows: Tensor | None) -> Tensor | None:
         """See `Ops.join_layers`."""
@@ -172,28 +173,31 @@ class JoinedLayers:
         with self._lock:
             program = self._programs.get(has_chunks)
             if program is None or not program.takes(most, step.backend, adapters):
-                num_rows = max(1 << (most - 1).bit_length(), _LEAST_ROWS)
-                self._programs.pop(has_chunks, None)  # its memory first
-                program = None
+                if most > self._memory.num_rows:
+                    program = None  # their memory first
+                    self._programs.clear()
+                    num_rows = max(1 << (most - 1).bit_length(), _LEAST_ROWS)
+                    self._memory = _Memory(num_rows, x.dtype)
                 program = self._programs[has_chunks] = _LayersProgram(
-                    self._parts, step.backend, x, num_rows,
+                    self._parts, step.backend, x, self._memory,
                     adds_lora=adapters is not None, has_chunks=has_chunks,
                 )  # fmt: skip
             return program.run(x, step, rows, adapters)
 
 
 class _Memory:
-    """For rows of a program: the same of a name, a size and a type, for all layers."""
+    """For ``num_rows`` rows: the same of a name, a size and a type, for all layers and programs,
+    which do not run side by side."""
 
     def __init__(self, num_rows: int, dtype: torch.dtype) -> None:
-        self._num_rows, self._dtype = num_rows, dtype
+        self.num_rows, self._dtype = num_rows, dtype
         self._held: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def __call__(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Of ``dtype``, or else of the type of what comes in."""
         key = name, size, dtype or self._dtype
         if key not in self._held:
-            self._held[key] = torch.empty(self._num_rows, size, dtype=key[2])
+            self._held[key] = torch.empty(self.num_rows, size, dtype=key[2])
         return self._held[key]
 
 
@@ -242,22 +246,22 @@ class _Stream:
 
 
 class _LayersProgram:
-    """For up to ``num_rows`` rows like those of x, over one KV pool; with adapters if it
-    ``adds_lora``."""
+    """For rows like those of x, up to as many as ``memory`` has, over one KV pool; with adapters if
+    it ``adds_lora``."""
 
     def __init__(
         self,
         parts: DecoderParts,
         backend: CompiledAttention,
         x: Tensor,
-        num_rows: int,
+        memory: _Memory,
         *,
         adds_lora: bool,
         has_chunks: bool,
     ) -> None:
-        self._backend, self._num_rows, self._size = backend, num_rows, x.shape[1]
+        self._backend, self._num_rows, self._size = backend, memory.num_rows, x.shape[1]
         self._adds_lora, self._has_chunks = adds_lora, has_chunks
-        self._make, self._stages = _Memory(num_rows, x.dtype), list[Stage]()
+        self._make, self._stages = memory, list[Stage]()
         self._num_products = 0  # of a row
         self._kept = list[Any]()  # what stages have addresses of, beside weights of linears
         self._attending, self._adding = list[int](), list[int]()

@@ -70,7 +70,7 @@ def _with_found_names(config: ModelConfig, headers: Mapping[str, TensorHeader]) 
     found = next(((index, mlp) for index, mlp in sparse if isinstance(mlp, MoeConfig)), None)
     names = config.names
     if found is None:
-        return config
+        return _with_single_experts_beside(config, headers)
     index, moe = found
     folder = f"{names.prefix}{names.layers}{index}.{names.mlp}"
     if names.expert_layout != "each":
@@ -158,6 +158,22 @@ def _with_single_experts(
         expert_down=usual.expert_down,
     )
     return replace(config, names=names)
+
+
+def _with_single_experts_beside(
+    config: ModelConfig, headers: Mapping[str, TensorHeader]
+) -> ModelConfig:
+    """The same of experts beside a dense layer."""
+    names = config.names
+    folders = (
+        f"{names.prefix}{names.layers}{index}.{names.experts}"
+        for index, each in enumerate(config.layers)
+        if each.experts_beside is not None
+    )
+    first = next(folders, None)
+    if first is None or not any(name.startswith(f"{first}0.") for name in headers):
+        return config
+    return replace(config, names=replace(names, beside=replace(names.beside, layout="each")))
 
 
 def _kv_scales(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> tuple[str, str] | None:
