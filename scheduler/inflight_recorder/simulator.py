@@ -45,7 +45,7 @@ from inflight_scheduler.kv.prefix_cache import HASH_SIZE, CacheContent
 from inflight_scheduler.kv.state_snapshots import SnapshotState
 from inflight_scheduler.planning.planner import BatchPlanner
 from inflight_scheduler.policies.scheduler import CapacitySchedulerPolicy, RequestScheduler
-from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import FinishReason, LlmRequestState
 
 MAX_BEAM_ENTRIES = 2**24
@@ -703,8 +703,8 @@ class Simulation:
         for request in owners:
             if not request.is_generation_in_progress_state:
                 raise RecordingError(f"request {request.request_id} expects a token in its context")
-            assert isinstance(request.tokens, SyntheticTokens)
-            request.tokens.num_pending = 1
+            del request.tokens[-1:]
+            request.num_own_pending = 1
             if request.num_remaining_tokens == 0:
                 request.state = LlmRequestState.GENERATION_TO_COMPLETE
         self._running = Plan(self.planner.resume(owners), None)
@@ -713,38 +713,33 @@ class Simulation:
 class SyntheticTokens(list[int]):
     """The tokens of a request without tokens: constant memory, whatever the length.
 
-    All of them are ``token``, but for the last ``num_pending``, which are `PENDING_TOKEN`.
-    ``is_broken``: the last one before these says that the logits were not finite.
+    All of them are ``token``. ``is_broken``: the last one says that the logits were not finite.
     """
 
-    __slots__ = ("is_broken", "length", "num_pending", "token")
+    __slots__ = ("is_broken", "length", "token")
 
     def __init__(self, length: int, token: int = 0) -> None:
         super().__init__()
         self.length = length
         self.token = token & 0x7FFFFFFF
-        self.num_pending = 0
         self.is_broken = False
 
     def __len__(self) -> int:
         return self.length
 
     def append(self, token: int) -> None:
-        """One token more; a negative one that is not pending breaks the text."""
+        """One token more; a negative one breaks the text."""
         self.length += 1
-        self.num_pending += token == PENDING_TOKEN
-        self.is_broken |= token < 0 and token != PENDING_TOKEN
+        self.is_broken |= token < 0
 
-    def __setitem__(self, index: object, token: object) -> None:
-        """A token that was expected has come; which one does not matter."""
-        self.num_pending -= 1
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Some tokens more."""
+        self.length += len(list(tokens))
 
     def __delitem__(self, index: SupportsIndex | slice) -> None:
         """The last tokens are not wanted any more."""
         assert isinstance(index, slice)
-        num_dropped = len(range(*index.indices(self.length)))
-        self.length -= num_dropped
-        self.num_pending = max(self.num_pending - num_dropped, 0)
+        self.length -= len(range(*index.indices(self.length)))
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> int: ...
@@ -752,9 +747,7 @@ class SyntheticTokens(list[int]):
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
         if not isinstance(index, slice):
-            place = range(self.length)[index]
-            if place >= self.length - self.num_pending:
-                return PENDING_TOKEN
+            range(self.length)[index]  # IndexError
             return -1 if self.is_broken else self.token
         start, end, _ = index.indices(self.length)
         return [self.token] * max(end - start, 0)

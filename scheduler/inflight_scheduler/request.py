@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from inflight_scheduler.beam_search import Beams, Candidate
 from inflight_scheduler.sampling import (
@@ -30,8 +30,7 @@ from inflight_scheduler.sampling import (
 from inflight_scheduler.states import FinishReason, LlmRequestState
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """The part of a prompt that is cached.
 
     ``block_ids`` are full blocks to share. ``copy_source`` is a block that starts like the rest
@@ -78,10 +77,6 @@ _GENERATION_COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 _DEFAULT_SAMPLING = SamplingParams()
 
-PENDING_TOKEN = -2
-"""Stands in the token list, at its end, for a token that a running step will draw. No token that
-is known has this value."""
-
 
 class PhaseTracker(Protocol):
     """Is told when a request has moved on (`ActiveRequests`)."""
@@ -91,6 +86,9 @@ class PhaseTracker(Protocol):
 
     def drafts_changed(self, request: LlmRequest, num_before: int) -> None:
         """``request`` has other draft tokens now than the ``num_before`` it had."""
+
+    def pending_dropped(self, request: LlmRequest) -> None:
+        """``request`` wants no token of the steps that run."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -102,10 +100,11 @@ class LlmRequest:
     found cached. Requests share cached blocks only if ``cache_salt`` and adapter are the same;
     ``block_keys`` and ``prefix_match`` are the memory of `ReuseIndex` for this text.
 
-    While steps of it run (overlapped loop), the last entries of ``tokens`` are `PENDING_TOKEN`:
-    they count wherever tokens are counted, and their values are unknown. How many there are is read
-    off ``tokens``: a count beside them would be one more place to go to, for each request, in
-    each step.
+    While steps of it run (overlapped loop), the tokens that they will draw are pending: they count
+    wherever tokens are counted, and come into ``tokens`` one after the other. ``shared_steps`` are
+    those of these steps that are counted for all requests in the generation phase at once (see
+    `ActiveRequests`), since a step that goes to thousands of requests to count is slow;
+    ``num_own_pending`` is how many more it expects, or fewer if below 0.
 
     ``queue_deadline`` is when it must have started at the latest, ``run_deadline`` when it must
     have finished, on the clock of `time.monotonic`; the owner of the loop watches them, and
@@ -165,6 +164,8 @@ class LlmRequest:
     block_keys: list[bytes] = field(init=False, default_factory=list)
     prefix_match: tuple[tuple[int, int], PrefixMatch] | None = field(init=False, default=None)
     seq_slot: int | None = field(init=False, default=None)
+    num_own_pending: int = field(init=False, default=0)
+    shared_steps: Sequence[object] = field(init=False, default=())
     num_sent_tokens: int = field(init=False, default=0)
     num_pauses: int = field(init=False, default=0)
     num_reused_blocks: int = field(init=False, default=0)
@@ -189,38 +190,35 @@ class LlmRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt plus generated tokens."""
-        return len(self.tokens)
+        """Prompt plus generated tokens, pending ones included."""
+        return len(self.tokens) + self.num_own_pending + len(self.shared_steps)
 
     @property
     def num_drawn_tokens(self) -> int:
         """Prompt plus generated tokens that are known: none of them is pending."""
-        num_known = len(self.tokens)
-        while self.tokens[num_known - 1] == PENDING_TOKEN:  # before them is a prompt
-            num_known -= 1
-        return num_known
+        return len(self.tokens)
 
     @property
     def num_pending_tokens(self) -> int:
         """Tokens that running steps will draw."""
-        return len(self.tokens) - self.num_drawn_tokens
+        return self.num_own_pending + len(self.shared_steps)
 
     @property
     def num_generated_tokens(self) -> int:
         """Tokens generated and known since the request arrived; a pause does not change it."""
-        return self.num_drawn_tokens - self.orig_prompt_len
+        return len(self.tokens) - self.orig_prompt_len
 
     @property
     def num_cached_tokens(self) -> int:
         """Tokens whose KV is computed; the last one drawn is not, until the next step feeds it."""
         if self.context_current_position < self.prompt_len:  # also of one stopped in its context
             return self.context_current_position
-        return len(self.tokens) - 1
+        return self.num_tokens - 1
 
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens that may still be generated."""
-        return self.max_new_tokens - (len(self.tokens) - self.prompt_len)
+        return self.max_num_tokens - self.num_tokens
 
     @property
     def is_context_init_state(self) -> bool:
@@ -323,12 +321,12 @@ class LlmRequest:
             self.finish(FinishReason.LENGTH)
 
     def expect_token(self) -> None:
-        """A step that samples the next token has started; `replace_pending_token` brings the token.
+        """A step that samples the next token has started; `add_pending_token` brings the token.
 
         The last token that may come makes the state GENERATION_TO_COMPLETE: nothing more runs.
         """
-        self.tokens.append(PENDING_TOKEN)
-        if len(self.tokens) >= self.max_num_tokens:
+        self.num_own_pending += 1
+        if self.num_tokens >= self.max_num_tokens:
             self.await_last_token()
 
     def await_last_token(self) -> None:
@@ -336,14 +334,22 @@ class LlmRequest:
         self.state = LlmRequestState.GENERATION_TO_COMPLETE
         self._tell_phase()
 
-    def replace_pending_token(self, token: int) -> None:
-        """Put the drawn token in the place of the oldest pending one; it may end the request."""
-        num_pending = self.num_pending_tokens
-        self.tokens[-num_pending] = token
+    def add_pending_token(self, token: int) -> None:
+        """Append the oldest of the pending tokens, which has been drawn; it may end the request."""
+        self.num_own_pending -= 1
+        self.tokens.append(token)
         if token in self.end_ids:
             self.finish(FinishReason.END_ID)
-        elif num_pending == 1 and self.state is _GENERATION_TO_COMPLETE:
+        elif self.num_pending_tokens == 0 and self.state is _GENERATION_TO_COMPLETE:
             self.finish(FinishReason.LENGTH)
+
+    def share_steps(self, steps: Sequence[object]) -> None:
+        """From now on each of ``steps``, as long as it is there, is a token that is pending.
+
+        How many are pending now does not change.
+        """
+        self.num_own_pending += len(self.shared_steps) - len(steps)
+        self.shared_steps = steps
 
     def advance_beams(self, rows: Sequence[Sequence[Candidate]]) -> bool:
         """A step of the search has run; its token was pending or not. May end the request.
@@ -372,7 +378,10 @@ class LlmRequest:
 
     def drop_pending_tokens(self) -> None:
         """Whatever running steps draw is not wanted any more."""
-        del self.tokens[self.num_drawn_tokens :]
+        if self.num_pending_tokens:
+            self.num_own_pending = -len(self.shared_steps)
+            if self.tracker is not None:
+                self.tracker.pending_dropped(self)
 
     def finish(self, reason: FinishReason) -> None:
         """End the request; the caller frees its blocks and slot."""

@@ -69,7 +69,7 @@ def test_integrity_names_what_is_wrong(tables: list[list[int]], message: str) ->
 def test_a_block_without_holder_is_neither_dropped_nor_kept() -> None:
     pool = BlockPool(2)
     pool.drop(pool.take(1))
-    for use in (lambda: pool.drop([0]), lambda: pool.keep(0)):
+    for use in (lambda: pool.drop([0]), lambda: pool.keep([0])):
         with pytest.raises(AssertionError, match=r"block 0 is .* but has no holder"):
             use()
     with pytest.raises(AssertionError):

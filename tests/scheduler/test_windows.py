@@ -142,7 +142,7 @@ def test_a_prefix_is_found_where_the_next_token_sees_it() -> None:
     for _, _, block_ids in match_of(44).window_sources:
         assert manager._pool.unkeep(block_ids[0])
         assert manager._index is not None
-        manager._index.forget(block_ids[0])
+        manager._index.forget([block_ids[0]])
     assert match_of(44).num_tokens == 28
     manager.check_integrity()
 

@@ -243,17 +243,21 @@ class BlockManager:
         for group in self.window_groups:
             self._num_held -= group.drop_passed(request.request_id, request.prompt_len)
 
-    def append_block(self, request_id: int) -> tuple[int, int] | None:
-        """Grow the table of a request that holds blocks by one; ``(index, block_id)`` of it.
+    def append_blocks(self, request_ids: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Grow the table of each of these, which hold blocks, by one; ``(index, block_id)`` of it.
 
-        ``None`` when there is no room. It is `allocate` for the step that opens a block.
+        ``None`` when there is no room. It is `allocate` for a step in which they open a block.
         """
-        if self._pool.num_free_blocks == 0:
-            return None
-        table = self._tables[request_id]
-        table.append(self._pool.take_one())
-        self._num_held += 1
-        return len(table) - 1, table[-1]
+        if not request_ids or len(request_ids) > self._pool.num_free_blocks:
+            return None if request_ids else []
+        appended = []
+        block_ids = self._pool.take(len(request_ids))
+        for request_id, block_id in zip(request_ids, block_ids, strict=True):
+            table = self._tables[request_id]
+            appended.append((len(table), block_id))
+            table.append(block_id)
+        self._num_held += len(block_ids)
+        return appended
 
     def open_beams(self, request: LlmRequest) -> None:
         """Give each further beam of a context that holds its whole prompt a table.
@@ -354,9 +358,10 @@ class BlockManager:
             )
 
     def _keep(self, entered: Sequence[tuple[int, bytes]]) -> None:
+        self._pool.keep([block_id for block_id, _ in entered])
+        hashes, unpack = self._hashes, _HASH.unpack_from
         for block_id, key in entered:
-            self._pool.keep(block_id)
-            (self._hashes[block_id],) = _HASH.unpack_from(key)
+            (hashes[block_id],) = unpack(key)
 
     def forget(self, request_id: int) -> None:
         """Keep nothing of what the request holds now: its numbers have turned out to be wrong.
@@ -372,7 +377,7 @@ class BlockManager:
             self.snapshots.forget_all()
         for block_id in self._tables.get(request_id, ()):
             if self._pool.unkeep(block_id):
-                self._index.forget(block_id)
+                self._index.forget([block_id])
 
     def forget_all(self) -> None:
         """Keep nothing at all; O(blocks)."""

@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterable, Sequence
 class BlockPool:
     """Owner of the block ids ``0 .. num_blocks - 1``; every operation is O(1) per block.
 
-    ``on_evict`` hears of each kept block whose content is given up.
+    ``on_evict`` hears of the kept blocks whose content is given up to make room.
     """
 
     __slots__ = ("_free", "_idle", "_is_kept", "_on_evict", "_ref_counts", "num_blocks")
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[Sequence[int]], None] | None = None
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
         self.num_blocks = num_blocks
@@ -78,8 +80,7 @@ class BlockPool:
         expected -= {k for k, count in enumerate(self._ref_counts) if count}
         if len(idle) != len(expected) or set(idle) != expected:
             raise ValueError("the idle blocks are not those that are kept and have no holder")
-        for block_id in idle:
-            self._idle.append(block_id)
+        self._idle.extend(idle)
         taken = expected.union(k for k, count in enumerate(self._ref_counts) if count)
         self._free = [block_id for block_id in self._free if block_id not in taken]
 
@@ -91,16 +92,11 @@ class BlockPool:
         taken = self._free[first_taken:]
         del self._free[first_taken:]
         taken.reverse()
-        taken += [self._evict() for _ in range(num_blocks - num_from_free)]
+        if num_from_free < num_blocks:
+            taken += self._evict(num_blocks - num_from_free)
         for block_id in taken:
             self._ref_counts[block_id] = 1
         return taken
-
-    def take_one(self) -> int:
-        """`take` for a single block."""
-        block_id = self._free.pop() if self._free else self._evict()
-        self._ref_counts[block_id] = 1
-        return block_id
 
     def share(self, block_id: int) -> None:
         """Add a holder to a block that is held or kept."""
@@ -109,10 +105,11 @@ class BlockPool:
             self._idle.remove(block_id)
         self._ref_counts[block_id] += 1
 
-    def keep(self, block_id: int) -> None:
-        """Keep the content of a held block after its last holder has gone."""
-        assert self._ref_counts[block_id] > 0, f"block {block_id} is kept but has no holder"
-        self._is_kept[block_id] = 1
+    def keep(self, block_ids: Iterable[int]) -> None:
+        """Keep the content of held blocks after their last holders have gone."""
+        for block_id in block_ids:
+            assert self._ref_counts[block_id] > 0, f"block {block_id} is kept but has no holder"
+            self._is_kept[block_id] = 1
 
     def unkeep(self, block_id: int) -> bool:
         """Give up the content of a block, held or idle; False if it was not kept."""
@@ -126,19 +123,18 @@ class BlockPool:
 
     def drop(self, block_ids: Sequence[int]) -> int:
         """Take one holder away from each block; return how many have no holder now."""
-        ref_counts = self._ref_counts
+        ref_counts, is_kept, free = self._ref_counts, self._is_kept, self._free
         num_free_before = self.num_free_blocks
+        idle: list[int] = []
         # Last first: the same request coming back gets the same ids in the same order, and of a
         # text that is kept the end is given up before the beginning.
         for block_id in reversed(block_ids):
-            assert ref_counts[block_id] > 0, f"block {block_id} is dropped but has no holder"
-            ref_counts[block_id] -= 1
-            if ref_counts[block_id] > 0:
-                continue
-            if self._is_kept[block_id]:
-                self._idle.append(block_id)
-            else:
-                self._free.append(block_id)
+            num_holders = ref_counts[block_id] - 1
+            assert num_holders >= 0, f"block {block_id} is dropped but has no holder"
+            ref_counts[block_id] = num_holders
+            if num_holders == 0:
+                (idle if is_kept[block_id] else free).append(block_id)
+        self._idle.extend(idle)
         return self.num_free_blocks - num_free_before
 
     def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
@@ -168,12 +164,13 @@ class BlockPool:
             f"blocks lost: {sorted(unheld - free)}"
         )
 
-    def _evict(self) -> int:
-        block_id = self._idle.pop_oldest()
-        self._is_kept[block_id] = 0
+    def _evict(self, num_blocks: int) -> list[int]:
+        evicted = self._idle.pop_oldest(num_blocks)
+        for block_id in evicted:
+            self._is_kept[block_id] = 0
         if self._on_evict is not None:
-            self._on_evict(block_id)
-        return block_id
+            self._on_evict(evicted)
+        return evicted
 
 
 class _IdleList:
@@ -192,12 +189,15 @@ class _IdleList:
         self._older = array("i", [num_blocks]) * (num_blocks + 1)
         self.size = 0
 
-    def append(self, block_id: int) -> None:
-        """``block_id``, not in the list, is the newest now."""
-        newest = self._older[self._knot]
-        self._older[block_id], self._newer[block_id] = newest, self._knot
-        self._newer[newest] = self._older[self._knot] = block_id
-        self.size += 1
+    def extend(self, block_ids: Sequence[int]) -> None:
+        """``block_ids``, none of them in the list, are the newest now, the last one most of all."""
+        older, newer = self._older, self._newer
+        newest = older[self._knot]
+        for block_id in block_ids:
+            older[block_id], newer[newest] = newest, block_id
+            newest = block_id
+        newer[newest], older[self._knot] = self._knot, newest
+        self.size += len(block_ids)
 
     def remove(self, block_id: int) -> None:
         """Take ``block_id`` out, wherever it is."""
@@ -205,10 +205,14 @@ class _IdleList:
         self._newer[older], self._older[newer] = newer, older
         self.size -= 1
 
-    def pop_oldest(self) -> int:
-        """Take out the block that was used longest ago; the list must not be empty."""
-        oldest = self._newer[self._knot]
-        self.remove(oldest)
+    def pop_oldest(self, num_blocks: int) -> list[int]:
+        """Take out those that were used longest ago, oldest first; there must be as many."""
+        oldest, block_id = [], self._newer[self._knot]
+        for _ in range(num_blocks):
+            oldest.append(block_id)
+            block_id = self._newer[block_id]
+        self._newer[self._knot], self._older[block_id] = block_id, self._knot
+        self.size -= num_blocks
         return oldest
 
     def ids(self) -> list[int]:

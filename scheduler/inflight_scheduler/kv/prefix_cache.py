@@ -22,7 +22,7 @@ import secrets
 import struct
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import compress, islice
 from struct import calcsize, pack, unpack_from
@@ -126,19 +126,20 @@ class ReuseIndex:
         """
         end = first + len(block_ids)
         self._compute_keys(request, end)
-        known, entered = self._keys_to_blocks[group], []
+        known, key_of, entered = self._keys_to_blocks[group], self._block_to_key, []
+        has_followers = group == 0 and (self._listener is not None or self.may_copy)
         keys = islice(request.block_keys, first, end)
         for index, block_id, key in zip(range(first, end), block_ids, keys, strict=True):
             if key in known:
                 continue
-            self.enter(key, block_id, group)
+            if group or block_id in key_of:
+                self.enter(key, block_id, group)
+            else:  # the same without a call, since a block is entered for every few tokens
+                key_of[block_id], known[key] = key, block_id
             entered.append((block_id, key))
-            if self._listener is not None and group == 0:
-                self._listener.stored(request, index, key)
-            if self.may_copy and group == 0:
-                parent = self._parent(request, index)
-                content = self._starts[block_id] = parent + self._pack(request, index, index + 1)
-                self._beginnings[content[:_BEGINNING_SIZE]] = block_id
+            if has_followers:
+                self._follow(request, index, block_id, key)
+        self._version += len(entered)
         return entered
 
     def enter(self, key: bytes, block_id: int, group: int = 0) -> bool:
@@ -148,31 +149,42 @@ class ReuseIndex:
         self._version += 1
         if self._block_to_key.setdefault(block_id, key) is not key:
             # A block that is held and kept has the text of its holder, unless a recording says so.
-            self.forget(block_id)
+            self.forget([block_id])
             self._block_to_key[block_id] = key
         self._keys_to_blocks[group][key] = block_id
         if group:
             self._group_of[block_id] = group
         return True
 
+    def _follow(self, request: LlmRequest, index: int, block_id: int, key: bytes) -> None:
+        """Block ``index`` of the text, of group 0, has been entered: tell it, and where partial
+        matches are looked for what it holds."""
+        if self._listener is not None:
+            self._listener.stored(request, index, key)
+        if self.may_copy:
+            parent = self._parent(request, index)
+            content = self._starts[block_id] = parent + self._pack(request, index, index + 1)
+            self._beginnings[content[:_BEGINNING_SIZE]] = block_id
+
     def hashes(self, request: LlmRequest, start: int, end: int) -> bytes:
         """The first `HASH_SIZE` bytes of the keys of blocks ``start .. end - 1`` of the text."""
         self._compute_keys(request, end)
         return b"".join([key[:HASH_SIZE] for key in request.block_keys[start:end]])
 
-    def forget(self, block_id: int) -> None:
-        """The content of ``block_id`` is given up."""
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """The content of these blocks is given up."""
         self._version += 1
-        group, key = self._group_of.pop(block_id, 0), self._block_to_key.pop(block_id)
-        del self._keys_to_blocks[group][key]
-        if self.snapshots is not None:
-            self.snapshots.forget(key)
-        if self._listener is not None and group == 0:
-            self._listener.removed(key)
-        if self.may_copy and group == 0:
-            beginning = self._starts.pop(block_id)[:_BEGINNING_SIZE]
-            if self._beginnings.get(beginning) == block_id:
-                del self._beginnings[beginning]
+        for block_id in block_ids:
+            group, key = self._group_of.pop(block_id, 0), self._block_to_key.pop(block_id)
+            del self._keys_to_blocks[group][key]
+            if self.snapshots is not None:
+                self.snapshots.forget(key)
+            if self._listener is not None and group == 0:
+                self._listener.removed(key)
+            if self.may_copy and group == 0:
+                beginning = self._starts.pop(block_id)[:_BEGINNING_SIZE]
+                if self._beginnings.get(beginning) == block_id:
+                    del self._beginnings[beginning]
 
     def forget_all(self) -> None:
         """The content of all blocks is given up."""

@@ -34,8 +34,8 @@ from operator import attrgetter
 from typing import cast, overload
 
 from inflight_scheduler.kv.block_manager import BlockManager
-from inflight_scheduler.planning.pending_tokens import PendingTokenBatch, with_end_id
-from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
+from inflight_scheduler.planning.pending_tokens import SharedStep, with_end_id
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import FinishReason, LlmRequestState
 
 
@@ -79,6 +79,11 @@ class DueSteps:
     def due(self) -> list[LlmRequest]:
         """The requests due at this step, which stay."""
         return list(self._entries.get(self.clock, {}).values())
+
+    @property
+    def last_step(self) -> int:
+        """The latest step that has entries; ``clock`` if none has."""
+        return max(self._entries, default=self.clock)
 
     def postpone(self, num_steps: int) -> None:
         """Look at those with an entry for this step in ``num_steps``, at least 1, from now."""
@@ -143,7 +148,15 @@ class RankedGenerations(RankedRequests):
     thousand requests takes a third of the time if it need not go there.
     """
 
-    __slots__ = ("_base", "_changes", "_end_ids", "_num_without_slot", "_slots", "_texts")
+    __slots__ = (
+        "_base",
+        "_changes",
+        "_end_ids",
+        "_num_without_slot",
+        "_running",
+        "_slots",
+        "_texts",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,6 +166,7 @@ class RankedGenerations(RankedRequests):
         self._end_ids: Counter[int] = Counter()  # how many of them each token ends
         self._base: list[LlmRequest] | None = None  # an earlier view, and what came after it
         self._changes: list[int] = []
+        self._running: list[SharedStep] = []
 
     def insert(self, request: LlmRequest) -> int:
         """As `RankedRequests.insert`; slot, token list and end ids stay those it has now."""
@@ -162,6 +176,9 @@ class RankedGenerations(RankedRequests):
         self._texts.insert(index, request.tokens)
         for token in request.end_ids:
             self._end_ids[token] += 1
+        request.share_steps(self._running)
+        for step in self._running:
+            step.join(request)
         if len(self._changes) < MAX_CHANGES:
             self._changes += (index, request.request_id)
         return index
@@ -175,6 +192,9 @@ class RankedGenerations(RankedRequests):
             self._end_ids[token] -= 1
             if not self._end_ids[token]:
                 del self._end_ids[token]
+        request.share_steps(())
+        for step in self._running:
+            step.leave(request)
         if len(self._changes) < MAX_CHANGES:
             self._changes.append(~index)
         return index
@@ -204,17 +224,23 @@ class RankedGenerations(RankedRequests):
             text.append(token)
         return with_end_id(self.requests, self._end_ids.keys(), tokens)
 
-    def append_pending(self) -> PendingTokenBatch:
-        """Append the pending token of a step that has been started to each text."""
-        for text in self._texts:
-            text.append(PENDING_TOKEN)
-        return PendingTokenBatch(self.view(), self._texts.copy(), frozenset(self._end_ids))
+    def start_step(self) -> SharedStep:
+        """A step has been started that gives each of them a token."""
+        texts = self._texts.copy()
+        return SharedStep(self._running, self.view(), texts, frozenset(self._end_ids))
+
+    def drop_pending(self, request: LlmRequest) -> None:
+        """``request``, one of them, wants no token of the steps that run."""
+        for step in self._running:
+            step.drop(request)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless the requests say the same; O(requests)."""
         for request, slot, text in zip(self.requests, self._slots, self._texts, strict=True):
             assert request.seq_slot in (None, slot), f"{request} has another slot"
             assert request.tokens is text, f"{request} has another text"
+            assert request.shared_steps is self._running, f"{request} counts other steps"
+            assert request.num_pending_tokens >= 0, f"{request} has got too many tokens"
         assert self._num_without_slot == self._slots.count(None), "requests without a slot"
         end_ids = chain.from_iterable(request.end_ids for request in self.requests)
         assert self._end_ids == Counter(end_ids), "the end ids have drifted"
@@ -255,15 +281,16 @@ class ActiveRequests(Sequence[LlmRequest]):
     """
 
     __slots__ = (
-        "_are_borders_known",
         "_borders",
         "_by_id",
+        "_early_until",
         "_ends",
         "_generation",
         "_num_arrivals",
         "_order",
         "_phase_of",
         "_phases",
+        "_unseen",
         "block_manager",
         "num_blocks_at_completion",
         "num_streaming",
@@ -285,29 +312,30 @@ class ActiveRequests(Sequence[LlmRequest]):
         self.num_streaming = 0
         self._num_arrivals = 0
         self._by_id: dict[int, LlmRequest] = {}
-        self._order = RankedRequests()
+        self._order: list[LlmRequest] | None = []  # made anew when it is asked for
         self._generation = RankedGenerations()
         self._phases = tuple(
             self._generation if phase is RequestPhase.GENERATION else RankedRequests()
             for phase in RequestPhase
         )
         self._phase_of: dict[int, RequestPhase] = {}
-        self._borders = DueSteps()  # requests that may open a block
-        self._are_borders_known = False  # whether those due now have been looked at: they do
+        self._borders = DueSteps()  # requests that open a block
+        self._early_until = -1  # the last step whose entries there may be early
+        self._unseen: dict[int, LlmRequest] = {}  # generating, and have no entry there yet
         self._ends = DueSteps()  # that may have had their last token
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[LlmRequest]:
-        return iter(self._order.view())
+        return iter(self._in_order())
 
     @overload
     def __getitem__(self, index: int) -> LlmRequest: ...
     @overload
     def __getitem__(self, index: slice) -> list[LlmRequest]: ...
     def __getitem__(self, index: int | slice) -> LlmRequest | list[LlmRequest]:
-        return self._order.requests[index]
+        return self._in_order()[index]
 
     def get(self, request_id: int) -> LlmRequest | None:
         """The active request with this id."""
@@ -332,18 +360,18 @@ class ActiveRequests(Sequence[LlmRequest]):
         request.rank = (rank, self._num_arrivals)
         request.tracker = self
         self._by_id[request.request_id] = request
-        self._order.insert(request)
+        self._order = None
         self.num_with_beams_or_adapter += _has_beams_or_adapter(request)
         self.num_with_drafts += request.num_draft_tokens > 0
         self.num_streaming += request.is_streaming
-        self._enter(request, _phase_of(request))
+        self._move(request, None, _phase_of(request))
 
     def remove(self, request: LlmRequest) -> bool:
         """Forget ``request``; False if it was not here."""
         if self._by_id.get(request.request_id) is not request:
             return False
-        self._leave(request)
-        self._order.remove(request)
+        self._move(request, self._phase_of[request.request_id], None)
+        self._order = None
         self.num_with_beams_or_adapter -= _has_beams_or_adapter(request)
         self.num_with_drafts -= request.num_draft_tokens > 0
         self.num_streaming -= request.is_streaming
@@ -353,16 +381,20 @@ class ActiveRequests(Sequence[LlmRequest]):
 
     def phase_changed(self, request: LlmRequest) -> None:
         """What a request calls when its state or its place in the context has changed."""
-        phase = _phase_of(request)
-        if phase is not self._phase_of[request.request_id]:
-            self._leave(request)
-            self._enter(request, phase)
+        before, phase = self._phase_of[request.request_id], _phase_of(request)
+        if phase is not before:
+            self._move(request, before, phase)
 
     def drafts_changed(self, request: LlmRequest, num_before: int) -> None:
         """What a request calls when it has other draft tokens."""
         self.num_with_drafts += (request.num_draft_tokens > 0) - (num_before > 0)
         if self._phase_of[request.request_id] is RequestPhase.GENERATION:
             self._look_at(request)
+
+    def pending_dropped(self, request: LlmRequest) -> None:
+        """What a request calls when it wants no token of the steps that run."""
+        if self._phase_of[request.request_id] is RequestPhase.GENERATION:
+            self._generation.drop_pending(request)
 
     @property
     def fresh(self) -> Sequence[LlmRequest]:
@@ -419,12 +451,12 @@ class ActiveRequests(Sequence[LlmRequest]):
 
     def due_requests(self) -> list[LlmRequest]:
         """Generating requests whose next token opens a block, in no special order."""
-        if not self._are_borders_known:
-            for request in self._borders.due():
-                num_places_left = self.block_manager.num_places_left(request)
-                if num_places_left > 0:
-                    self._borders.enter(request, num_places_left)
-            self._are_borders_known = True
+        unsure = list(self._unseen.values())
+        if self._borders.clock <= self._early_until:
+            unsure += self._borders.due()
+        self._unseen.clear()
+        for request in unsure:
+            self._borders.enter(request, self.block_manager.num_places_left(request))
         return self._borders.due()
 
     def tick(self, have_all_run: bool) -> None:
@@ -435,9 +467,10 @@ class ActiveRequests(Sequence[LlmRequest]):
         # A request that fills the first place of a new block needs no other one for a while.
         num_steps = self.block_manager.tokens_per_block if have_all_run else 1
         self._borders.postpone(num_steps)
+        if not have_all_run or self.block_manager.window_groups:
+            self._early_until = self._borders.last_step
         for request in self._ends.take():  # early: it has not got a token in each step
             self._ends.enter(request, request.num_remaining_tokens)
-        self._are_borders_known = False
         self._borders.clock += 1
         self._ends.clock += 1
 
@@ -451,19 +484,19 @@ class ActiveRequests(Sequence[LlmRequest]):
         for request in self._take_full():
             request.finish(FinishReason.LENGTH)
 
-    def expect_tokens(self) -> PendingTokenBatch:
-        """`LlmRequest.expect_token` for each of `generation`."""
-        awaited = self._generation.append_pending()
+    def expect_tokens(self) -> SharedStep:
+        """`LlmRequest.expect_token` for each of `generation`; O(those that may be at their end)."""
+        step = self._generation.start_step()
         for request in self._take_full():
             request.await_last_token()
-        return awaited
+        return step
 
     def check_integrity(self) -> None:
         """Compare everything with what the requests say; O(requests).
 
         Raises `AssertionError` with the reason.
         """
-        requests = self._order.requests
+        requests = self._in_order()
         assert requests == sorted(self._by_id.values(), key=_rank), "the order has drifted"
         for phase, line in zip(RequestPhase, self._phases, strict=True):
             expected = [request for request in requests if _phase_of(request) is phase]
@@ -499,34 +532,45 @@ class ActiveRequests(Sequence[LlmRequest]):
                 self._ends.enter(request, request.num_remaining_tokens)
         return full
 
-    def _enter(self, request: LlmRequest, phase: RequestPhase) -> None:
-        self._phase_of[request.request_id] = phase
-        self._phases[phase].insert(request)
-        if phase in _HOLDING:
-            has_context = phase is RequestPhase.STARTED
-            self.num_blocks_at_completion += self.block_manager.get_blocks_at_completion(
-                request, has_context=has_context
-            )
-        if phase is RequestPhase.GENERATION:
+    def _in_order(self) -> list[LlmRequest]:
+        """All of them; never altered. The usual decision needs the phases only."""
+        if self._order is None:
+            self._order = sorted(self._by_id.values(), key=_rank)
+        return self._order
+
+    def _move(
+        self, request: LlmRequest, before: RequestPhase | None, after: RequestPhase | None
+    ) -> None:
+        """From one phase to another one; None: it is not active."""
+        if before is not None:
+            self._phases[before].remove(request)
+            del self._phase_of[request.request_id]
+        if before is RequestPhase.GENERATION:
+            if self._unseen.pop(request.request_id, None) is None:
+                self._borders.forget(request)
+            self._ends.forget(request)
+        if after is not None:
+            self._phase_of[request.request_id] = after
+            self._phases[after].insert(request)
+        if after is RequestPhase.GENERATION:
             self._look_at(request)
+        if before not in _HOLDING or after not in _HOLDING or self.block_manager.window_groups:
+            num_blocks = self._at_completion(request, after) - self._at_completion(request, before)
+            self.num_blocks_at_completion += num_blocks
+
+    def _at_completion(self, request: LlmRequest, phase: RequestPhase | None) -> int:
+        """Blocks that ``request``, if it has started, holds at its last token."""
+        if phase not in _HOLDING:
+            return 0
+        return self.block_manager.get_blocks_at_completion(
+            request, has_context=phase is RequestPhase.STARTED
+        )
 
     def _look_at(self, request: LlmRequest) -> None:
         """In the next plan, whatever it holds and however many tokens are left for it now."""
-        self._are_borders_known = False
-        self._borders.enter(request, 0)
+        self._borders.forget(request)
+        self._unseen[request.request_id] = request
         self._ends.enter(request, 0)
-
-    def _leave(self, request: LlmRequest) -> None:
-        phase = self._phase_of.pop(request.request_id)
-        self._phases[phase].remove(request)
-        if phase is RequestPhase.GENERATION:
-            self._borders.forget(request)
-            self._ends.forget(request)
-        if phase in _HOLDING:
-            has_context = phase is RequestPhase.STARTED
-            self.num_blocks_at_completion -= self.block_manager.get_blocks_at_completion(
-                request, has_context=has_context
-            )
 
 
 def _has_beams_or_adapter(request: LlmRequest) -> bool:

@@ -1,67 +1,101 @@
-"""Applies the tokens of a step that was assumed: each replaces a pending token."""
+"""Applies the tokens of a step that was assumed: each was pending until then."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence, Set
+from operator import attrgetter
 
 from inflight_scheduler.kv.block_manager import BlockManager
 from inflight_scheduler.planning.plan_parts import Candidates, search
-from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import FinishReason
 
+_rank = attrgetter("rank")
 
-class PendingTokenBatch:
-    """The generation requests of a step that gives each of them a token, as parallel lists.
 
-    As in `RankedGenerations`, the requests need not be visited. The lists are not altered.
-    ``end_ids``: all that end one of them.
+class SharedStep:
+    """A step that runs and gives each of all generation requests a token; neither counted nor
+    appended request by request.
+
+    It is one of ``running``, which every request in the generation phase has as its
+    `LlmRequest.shared_steps`, until its tokens are there. ``requests`` are in the order of their
+    ranks, with their ``texts``; both are its own. ``end_ids``: all that end one of them.
     """
 
-    __slots__ = ("_end_ids", "_texts", "requests")
+    __slots__ = ("_end_ids", "_gone", "_newcomers", "_running", "_texts", "requests")
 
     def __init__(
-        self, requests: list[LlmRequest], texts: list[list[int]], end_ids: frozenset[int]
+        self,
+        running: list[SharedStep],
+        requests: list[LlmRequest],
+        texts: list[list[int]],
+        end_ids: frozenset[int],
     ) -> None:
         self.requests = requests
         self._texts = texts
         self._end_ids = end_ids
+        self._gone: dict[int, LlmRequest] = {}  # of ``requests``: count for themselves since then
+        self._newcomers: dict[int, LlmRequest] = {}  # share the count, and expect no token of it
+        self._running = running
+        running.append(self)
 
-    def apply(self, tokens: Sequence[int]) -> list[LlmRequest]:
-        """As `apply_tokens_to`, for all of ``requests``, while exactly one later step runs.
+    def join(self, request: LlmRequest) -> None:
+        """``request`` has come to the generation phase after the start."""
+        self._newcomers[request.request_id] = request
 
-        Nearly all of them expect a token of that one, too. Then the last token but one is the one
-        that arrived, and the length ends none. One without a pending token is checked: it has ended
-        meanwhile, or expects no other token.
+    def leave(self, request: LlmRequest) -> None:
+        """``request`` has left the generation phase."""
+        if self._newcomers.pop(request.request_id, None) is None:
+            self._gone[request.request_id] = request
+
+    def drop(self, request: LlmRequest) -> None:
+        """``request``, in the generation phase, wants no token of it."""
+        if request.request_id not in self._newcomers:
+            self._gone[request.request_id] = self._newcomers[request.request_id] = request
+
+    def apply(self, tokens: Sequence[int], updated: list[LlmRequest]) -> None:
+        """As `apply_tokens_to`, for all of ``requests``; those that get one come to ``updated``.
+
+        The length ends none that is still in the generation phase.
         """
-        others = []
-        places = range(len(tokens))
-        for place, text, token in zip(places, self._texts, tokens, strict=True):
-            try:
-                if text[-2] == PENDING_TOKEN:
-                    text[-2] = token
-                    continue
-            except IndexError:  # only a prompt of one token is left of it
-                pass
-            others.append(place)
-        updated = list(self.requests) if others else self.requests
-        for place in reversed(others):
-            request = updated[place]
+        self._stop_sharing()
+        first = len(updated)
+        updated += self.requests
+        places = [bisect_left(self.requests, gone.rank, key=_rank) for gone in self._gone.values()]
+        for place in places:
+            self._texts[place] = []  # the token of its own is added below, if it expects one
+        for text, token in zip(self._texts, tokens, strict=True):
+            text.append(token)
+        for place in sorted(places, reverse=True):
+            request = self.requests[place]
             if request.num_pending_tokens:
-                request.replace_pending_token(tokens[place])
+                request.add_pending_token(tokens[place])
             else:
-                del updated[place]
+                del updated[first + place]
         for request in with_end_id(self.requests, self._end_ids, tokens):
-            if request.num_pending_tokens:  # else it is one of the others
+            if request.request_id not in self._gone:
                 request.finish(FinishReason.END_ID)
-        return updated
+
+    def dissolve(self) -> None:
+        """Let each request count its token for itself."""
+        self._stop_sharing()
+        for request in self.requests:
+            if request.request_id not in self._gone:
+                request.num_own_pending += 1
+
+    def _stop_sharing(self) -> None:
+        self._running.remove(self)
+        for request in self._newcomers.values():
+            request.num_own_pending += 1
 
 
 def apply_tokens_to(owners: Sequence[LlmRequest], tokens: Sequence[int]) -> list[LlmRequest]:
-    """`LlmRequest.replace_pending_token` for those of ``owners`` that expect one; returns these."""
+    """`LlmRequest.add_pending_token` for those of ``owners`` that expect one; returns these."""
     updated = []
     for request, token in zip(owners, tokens, strict=True):
         if request.num_pending_tokens:
-            request.replace_pending_token(token)
+            request.add_pending_token(token)
             updated.append(request)
     return updated
 
@@ -106,7 +140,7 @@ def apply_each(
         if request.num_pending_tokens:
             has_failed = token < 0
             if request.beams is None:
-                request.replace_pending_token(token)
+                request.add_pending_token(token)
             else:
                 search(request, candidates, manager)
                 has_failed = request.tokens[-1] < 0

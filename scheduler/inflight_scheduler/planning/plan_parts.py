@@ -95,9 +95,9 @@ def append_beam_blocks(
     request: LlmRequest, slot: int, manager: BlockManager
 ) -> list[BlockAssignment]:
     """A block for the next token of each row; there must be room."""
-    appended = manager.append_block(request.request_id)
+    appended = manager.append_blocks([request.request_id])
     assert appended is not None, f"request {request.request_id} was scheduled without room"
-    index, first = appended
+    ((index, first),) = appended
     others = manager.append_beam_blocks(request.request_id)
     return [
         BlockAssignment(slot + row, index, block_id)

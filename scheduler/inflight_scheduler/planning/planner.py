@@ -42,7 +42,7 @@ from inflight_scheduler.kv.block_manager import BlockManager
 from inflight_scheduler.planning.active_requests import ActiveRequests
 from inflight_scheduler.planning.encoder_answers import EncoderAnswers
 from inflight_scheduler.planning.pending_tokens import (
-    PendingTokenBatch,
+    SharedStep,
     apply_each,
     apply_tokens_to,
     has_failed_unseen,
@@ -106,7 +106,7 @@ class BatchPlanner:
         self._iteration = 0
         # Batches that are planned and not updated yet: their requests, contexts first.
         self._planned: dict[int, tuple[list[LlmRequest], Sequence[LlmRequest]]] = {}
-        self._assumed: dict[int, PendingTokenBatch | None] = {}  # of those, the ones advanced
+        self._assumed: dict[int, SharedStep | None] = {}  # of those, the ones advanced
         self.has_forgotten = False  # whether the last `apply_tokens` emptied the cache
         # The last list of all generation requests, and their slots.
         self._generation: Sequence[LlmRequest] = []
@@ -275,19 +275,22 @@ class BatchPlanner:
             return []
         check_num_tokens(batch, tokens)
         self.has_forgotten = False
-        all_generations = self._assumed[batch.iteration] if len(self._assumed) == 2 else None
+        step = self._assumed[batch.iteration]
+        self._assumed[batch.iteration] = None  # what is applied in part can be discarded
         if self.must_apply_first(batch) or min(tokens, default=0) < 0:
+            if step is not None:
+                step.dissolve()
             owners = self.token_owners(batch)
             self.has_forgotten = has_failed_unseen(owners, tokens)
             if self.has_forgotten:
                 self.block_manager.forget_all()
             updated = apply_each(owners, tokens, candidates, self.block_manager)
-        elif all_generations is None:
+        elif step is None:
             updated = apply_tokens_to(self.token_owners(batch), tokens)
         else:
             first = self._drawing(batch)
             updated = apply_tokens_to(first, tokens[: len(first)])
-            updated += all_generations.apply(tokens[len(first) :])
+            step.apply(tokens[len(first) :], updated)
         del self._planned[batch.iteration]  # last, as in `update`
         del self._assumed[batch.iteration]
         return updated
@@ -326,7 +329,9 @@ class BatchPlanner:
         """
         context_requests, generation_requests = self._planned.pop(batch.iteration, ([], []))
         if batch.iteration in self._assumed:
-            del self._assumed[batch.iteration]
+            step = self._assumed.pop(batch.iteration)
+            if step is not None:
+                step.dissolve()
             self.block_manager.forget_all()
         encoding = () if self.answers is None else self.answers.discard(batch)
         requests = [*encoding, *context_requests, *generation_requests]
@@ -479,6 +484,8 @@ class BatchPlanner:
         manager, all_generations = self.block_manager, self._all_generations(requests)
         if all_generations is not None:
             due: Sequence[LlmRequest] = all_generations.due_requests()
+            if manager.window_groups:  # what one gives back, the next one may take: as in a replay
+                due = sorted(due, key=attrgetter("rank"))
             if requests is not self._generation:
                 self._generation = requests
                 self._generation_slots = rows_of(requests, all_generations.generation_slots)
@@ -494,19 +501,28 @@ class BatchPlanner:
                 if snapshot is not None:
                     assert request.seq_slot is not None
                     saved.append(SlotSnapshot(request.seq_slot, snapshot))
+        if all_generations is not None and not manager.window_groups and not _search(due):
+            new_blocks += self._open_blocks(due)
+            return slots
         for request in due:
             slot = request.seq_slot
             assert slot is not None
             if request.beams is not None:
                 new_blocks += append_beam_blocks(request, slot, manager)
-                continue
-            if request.draft_tokens or manager.window_groups:
+            else:
                 grow(request, slot, manager.num_tokens_after_step(request), new_blocks, manager)
-                continue
-            appended = manager.append_block(request.request_id)
-            assert appended is not None, no_room(request, request.num_tokens, manager)
-            new_blocks.append(BlockAssignment(slot, *appended))
         return slots
+
+    def _open_blocks(self, due: Sequence[LlmRequest]) -> list[BlockAssignment]:
+        """A block for each of ``due``, which have neither beams nor drafts."""
+        manager = self.block_manager
+        appended = manager.append_blocks([request.request_id for request in due])
+        assert appended is not None, no_room(due[0], due[0].num_tokens, manager)
+        opened = []
+        for request, (index, block_id) in zip(due, appended, strict=True):
+            assert request.seq_slot is not None
+            opened.append(BlockAssignment(request.seq_slot, index, block_id))
+        return opened
 
     def _advance(self, request: LlmRequest, token: int, candidates: Candidates) -> None:
         """The step has run: append ``token`` to the text, or follow the search."""
@@ -515,6 +531,11 @@ class BatchPlanner:
             return
         _drop_drafts(request)
         request.add_new_token(token)
+
+
+def _search(requests: Sequence[LlmRequest]) -> bool:
+    """True if these search with beams: either all requests of a step do, or none."""
+    return bool(requests) and requests[0].beams is not None
 
 
 def _window_copies(match: PrefixMatch, new_blocks: Sequence[BlockAssignment]) -> list[BlockCopy]:

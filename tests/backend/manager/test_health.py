@@ -124,7 +124,7 @@ def test_unexpected_exception_fails_all_requests_and_resets_the_loop(
             "measure": lambda: fail_once(manager, "_measure", error),
             "ended": lambda: fail_once(batcher.recorder, "ended", error),
             "remove": lambda: fail_once(batcher.active, "remove", error),
-            "order": lambda: fail_once(batcher.active._order, "remove", error),
+            "order": lambda: fail_once(batcher.active._phases[-1], "remove", error),
         }[place]()
         seen: list[bool] = []
         recorder.when(1, 5, once.arm)
