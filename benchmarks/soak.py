@@ -63,11 +63,9 @@ SETTINGS: dict[str, Any] = {
     "lora_cache_host_memory_bytes": 1_000_000,
 }
 # The recorder keeps 8,192 iterations; when it has filled that four times, malloc has found the
-# places for it, too. What malloc keeps between the matrix products that torch compiles for a CPU
-# settles more slowly: 4 MB from the seventh minute to the fifteenth, 1 MB in the ten after it, in a
-# process where what was allocated and not freed, counted by a tracer, stayed the same.
+# places for it, too.
 _WARM_ITERATIONS = 4 * 8192
-_SETTLED_SECONDS = 720.0
+_SETTLED_SECONDS = 600.0
 _MIN_WARM_UP, _LOAD = 0.1, 0.88  # shares of the time of a policy
 _MIN_KILL_SECONDS = 18.0
 _SERVE_SECONDS = 75.0  # after a recovery: a server that fails within 60 s has failed in a row
@@ -146,14 +144,20 @@ class PolicySoak:
             names = await self._load(calm, warm_up, lambda: self._is_warm_up_over(began, asker))
             is_warm = _is_warm(began, asker)
             before = await self._quiet("after the warm-up", names)
-            num_before = calm.num_requests
+            num_before, cancelled_before = calm.num_requests, calm.num_cancelled
             end = began + self._seconds - self._kill_seconds - _CHECK_SECONDS
             names = await self._load(calm, steady, lambda: time.monotonic() > end)
             after = await self._quiet("after the steady load", names)
             await asker.stop()
             findings.leaks.update(self._noted(judge.compare(before, after)))
-            num_steady = calm.num_requests - num_before
-            judged = judge.judge_memory(warm_up, steady, is_warm, num_steady, self._seconds)
+            judged = judge.judge_memory(
+                warm_up,
+                steady,
+                is_warm,
+                calm.num_requests - num_before,
+                calm.num_cancelled - cancelled_before,
+                self._seconds,
+            )
             names = await self._kill(disturbed, self._kill_seconds)
             last = await self._quiet("after the kills", names)
             killed = judge.compare({LAUNCHER: after[LAUNCHER]}, last)
@@ -341,8 +345,9 @@ def main() -> int:
     result["note"] = options.note
     result["workers"] = NUM_WORKERS
     result["settings"] = SETTINGS
+    result["warm_up_seconds"] = _SETTLED_SECONDS
     result["max_slope_mb_per_hour"] = judge.MAX_MB_PER_HOUR
-    result["max_bytes_per_request"] = judge.MAX_BYTES_PER_REQUEST
+    result["max_bytes_per_cancelled_call"] = judge.MAX_BYTES_PER_CANCELLED_CALL
     result["policies"] = [
         asyncio.run(_soak(policy, options.model or POLICIES[policy], seconds, kills, options.seed))
         for policy in options.policies

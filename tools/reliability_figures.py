@@ -12,7 +12,7 @@ from page import ROOT, table
 RESULTS = ROOT / "benchmarks" / "results"
 
 _MODEL, _SERVER = "triton_python_backend_stub", "tritonserver"
-_LAUNCHER, _RELAY = "inflight serve", "tensorrt_llm_bls"
+_LAUNCHER, _FRONT, _RELAY = "inflight serve", "inflight openai", "tensorrt_llm_bls"
 
 
 def render() -> str:
@@ -40,34 +40,24 @@ def _soak(result: dict[str, Any]) -> str:
         ("model process, MB in the warm-up", *(_memory(part, _MODEL, "warm_up") for part in parts)),
         ("model process, MB after it", *(_memory(part, _MODEL, "steady") for part in parts)),
         ("tritonserver, MB after it", *(_memory(part, _SERVER, "steady") for part in parts)),
+        ("OpenAI's API, MB after it", *(_memory(part, _FRONT, "steady") for part in parts)),
+        ("launcher, MB after it", *(_memory(part, _LAUNCHER, "steady") for part in parts)),
+        ("model that relays, MB after it", *(_memory(part, _RELAY, "steady") for part in parts)),
+        ("more threads / descriptors of it", *(_more(part, _RELAY) for part in parts)),
         ("seconds until served again", *(_recoveries(part) for part in parts)),
+        (
+            "more threads / descriptors of the launcher after kills",
+            *(_more(part, "launcher after the kills") for part in parts),
+        ),
+        ("seconds until open streams ended, median / most", *map(_ends, parts)),
     ]
-    if "max_bytes_per_request" in result:
-        rows += [
-            (
-                "launcher, MB after the warm-up",
-                *(_memory(part, _LAUNCHER, "steady") for part in parts),
-            ),
-            (
-                "more threads / descriptors of the launcher after kills",
-                *(_more(part, "launcher after the kills") for part in parts),
-            ),
-            ("seconds until open streams ended, median / most", *map(_ends, parts)),
-        ]
-    if all(_RELAY in part["memory"] for part in parts):
-        rows += [
-            (
-                "process of the model that relays, MB after the warm-up",
-                *(_memory(part, _RELAY, "steady") for part in parts),
-            ),
-            ("more threads / descriptors of it", *(_more(part, _RELAY) for part in parts)),
-        ]
     failures = _shortened(result["failures"])
+    warm_up = result.get("warm_up_seconds", 720)  # of reports that do not say it
     return (
         f"### {result['minutes']:g} minutes of mixed load\n\n"
         f"{result['workers']} clients on {result['settings']['max_batch_size']} places and a "
         "quarter of the KV cache that those can need. The warm-up lasts until the recorder's ring "
-        "has been filled four times, and for twelve minutes; "
+        f"has been filled four times, and for {warm_up / 60:g} minutes; "
         f"flat means less than {_flat(result)} after it.\n\n"
         + table(("", *(part["policy"] for part in parts)), rows)
         + f"\nBroken promises: **{failures}**. {_origin(result, 'soak')}\n"
@@ -158,6 +148,8 @@ def _memory(part: dict[str, Any], program: str, phase: str) -> str:
     slope = (
         f"{held['slope_mb_per_hour']:+.1f} MB/h, {held['bytes_per_request']:+.0f} bytes a request"
     )
+    if "bytes_per_cancelled_call" in held:
+        slope += f", {held['bytes_per_cancelled_call']:+.0f} bytes a cancelled gRPC call"
     return f"{told}, {slope}{judged}"
 
 
@@ -171,6 +163,8 @@ def _flat(result: dict[str, Any]) -> str:
     told = f"{result['max_slope_mb_per_hour']:g} MB/h"
     if "max_bytes_per_request" in result:
         told += f" and {result['max_bytes_per_request']:g} bytes per request"
+    if more := result.get("max_bytes_per_cancelled_call"):
+        told += f", for tritonserver and {more:g} bytes for each gRPC call that was cancelled"
     return told
 
 

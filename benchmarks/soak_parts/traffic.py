@@ -59,6 +59,7 @@ _RELAYED = 0.15
 """Share of those to be completed or cancelled that go through a model that relays."""
 
 _HTTP_STATUSES = (400, 503)
+_CANCELLED = "cancelled"
 _THROUGH = {LLM_MODEL: "", RELAY: ", relayed"}
 _PLAIN = {"text_input", "max_tokens", "stream"}  # asks for an answer of which each byte is known
 _MAX_WRONG = 1000  # texts of what is wrong; the rest is only counted
@@ -127,6 +128,11 @@ class Tally:
     def num_requests(self) -> int:
         """All that came to some end."""
         return sum(self.outcomes.values()) + self.num_wrong
+
+    @property
+    def num_cancelled(self) -> int:
+        """gRPC calls that their clients cancelled."""
+        return sum(self.outcomes[_CANCELLED + through] for through in _THROUGH.values())
 
     def to_json(self) -> dict[str, Any]:
         """For the report."""
@@ -291,7 +297,7 @@ class Traffic:
     async def _cancelled(self) -> bool:
         """A stream that is cancelled at some point, or not even looked at."""
         values, model = self._values(LONG), self._draw_model()
-        outcome = f"cancelled{_THROUGH[model]}"
+        outcome = _CANCELLED + _THROUGH[model]
         call = self._call(self._new_name(), values, model)
         num_wanted = self._draw.randrange(6)
         if num_wanted == 0:

@@ -307,6 +307,7 @@ def _message_of_function(message: dict[str, Any], checked: _Message) -> dict[str
 
 MAX_TOOLS = 512
 
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
 
 
@@ -324,6 +325,11 @@ class _ToolFunction(_Object):
         if not _TOOL_NAME.fullmatch(name):
             raise ValueError("expected 1 to 128 letters, digits and ._:/-")
         return name
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        """A function whose ``parameters`` are left out takes no arguments, as OpenAI has it."""
+        return _NO_ARGUMENTS if self.parameters is None else self.parameters
 
 
 class _Tool(_Object):
@@ -377,7 +383,7 @@ def read_tools(body: Body) -> ToolChoice:
     except ValidationError as error:
         raise named_error(error, "tools") from None
     functions = [each.function for each in checked]
-    tools = [Tool(each.name, each.parameters or {}, bool(each.strict)) for each in functions]
+    tools = [Tool(each.name, each.arguments_schema, bool(each.strict)) for each in functions]
     if choice == "none":
         return ToolChoice()
     named = _named_tool(choice)
@@ -414,7 +420,7 @@ def _read_functions(body: Body) -> ToolChoice:
     if choice not in (None, "auto") and not isinstance(named, str):
         raise bad_field("function_call", 'expected none, auto or {"name": ...}')
     wanted = [
-        Tool(each.name, each.parameters or {}, False)
+        Tool(each.name, each.arguments_schema, False)
         for each in checked
         if named in (None, each.name)
     ]

@@ -176,6 +176,9 @@ class Connection(HttpToolsProtocol):
         """See `asyncio.Protocol`."""
         self._end_head()
         super().connection_lost(exc)
+        # After a reset uvicorn leaves its timer for the next request to the event loop, and with it
+        # the connection and all of its last request.
+        self._unset_keepalive_if_required()
 
     def _end_head(self) -> None:
         self._num_head_bytes = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import logging
@@ -10,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -91,6 +93,34 @@ def test_the_head_s_time_ends_with_the_head(
 
 def test_a_huge_head_ends_the_connection(local_grpc: Local) -> None:
     assert exchange(local_grpc, HEALTH, *[b"x" * 2**15] * 4, pause=0.05) == b""
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_connection_that_has_ended_is_not_kept(local_grpc: Local, is_reset: bool) -> None:
+    """Its timer for a next request may not hold it for more than a minute."""
+
+    async def count_kept() -> int:
+        async with app_of(local_grpc) as front, serving(front) as [listening]:
+            reader, writer = await asyncio.open_connection(*listening.getsockname())
+            writer.write(HEALTH + b"\r\n")
+            assert await reader.read(12) == b"HTTP/1.1 200"
+            await asyncio.sleep(0.1)  # the answer has ended
+            assert _num_connections() == 1
+            linger = struct.pack("ii", 1, 0)  # with it, a close is a reset
+            if is_reset:
+                writer.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, linger
+                )
+            writer.close()
+            await asyncio.sleep(0.2)
+            return _num_connections()
+
+    assert asyncio.run(asyncio.wait_for(count_kept(), WAIT_SECONDS)) == 0
+
+
+def _num_connections() -> int:
+    gc.collect()
+    return sum(isinstance(each, server.Connection) for each in gc.get_objects())
 
 
 # The log.

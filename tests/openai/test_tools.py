@@ -341,6 +341,8 @@ def test_what_a_choice_of_tools_makes_of_a_request() -> None:
         guide = json.loads(str(request.values["guided_decoding_guide"]))
         [tags] = guide["format"]["elements"]
         assert [tag["begin"].split('"')[3] for tag in tags["tags"]] == names
+        no_arguments = {"type": "object", "properties": {}, "additionalProperties": False}
+        assert tags["tags"][-1]["content"]["json_schema"] == no_arguments  # of g: none are named
         assert tags["stop_after_first"] == (choice == named)
         assert request.guide_field == "tools"
     assert asked(tool_choice="required", parallel_tool_calls=False) != asked(tool_choice="required")
