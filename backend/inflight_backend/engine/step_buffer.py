@@ -204,7 +204,7 @@ class StepBuffer:
         words = self._buffer.open()
         words[:num_generations] = batch.generation_slots
         words[num_generations:num_slots] = num_slots
-        if batch.is_steady:  # most steps
+        if batch.is_steady and not sizes.num_tokens:  # most steps
             self._buffer.send(num_slots)
             return self._steady_words(sizes.num_generations, num_generations)
         sections = _sections(batch)

@@ -45,7 +45,6 @@ from inflight_kernels.cpu.elementwise import (
     rms_norm,
     silu_mul,
 )
-from inflight_kernels.cpu.greedy import greedy
 from inflight_kernels.cpu.routed.experts import choose_experts
 
 
@@ -123,5 +122,4 @@ COMPILED_OPS = replace(
     make_packed_experts=partial(make_packed_experts, products=_PRODUCTS),
     make_head=_make_head,
     join_layers=join_layers,
-    greedy=greedy,
 )
