@@ -13,7 +13,7 @@ server.
 
     OMP_WAIT_POLICY=passive python benchmarks/serving.py --streams 1 8 64 256 --rounds 3
     OMP_WAIT_POLICY=passive python benchmarks/serving.py --model smollm2-135m --streams 64 256 \
-        --tokens 32 --rounds 3
+        --tokens 64 --rounds 3
 """
 
 from __future__ import annotations
