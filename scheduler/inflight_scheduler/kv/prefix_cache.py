@@ -126,20 +126,16 @@ class ReuseIndex:
         """
         end = first + len(block_ids)
         self._compute_keys(request, end)
-        known, key_of, entered = self._keys_to_blocks[group], self._block_to_key, []
+        known, entered = self._keys_to_blocks[group], []
         has_followers = group == 0 and (self._listener is not None or self.may_copy)
         keys = islice(request.block_keys, first, end)
         for index, block_id, key in zip(range(first, end), block_ids, keys, strict=True):
             if key in known:
                 continue
-            if group or block_id in key_of:
-                self.enter(key, block_id, group)
-            else:  # the same without a call, since a block is entered for every few tokens
-                key_of[block_id], known[key] = key, block_id
+            self.enter(key, block_id, group)
             entered.append((block_id, key))
             if has_followers:
                 self._follow(request, index, block_id, key)
-        self._version += len(entered)
         return entered
 
     def enter(self, key: bytes, block_id: int, group: int = 0) -> bool:
