@@ -19,6 +19,7 @@ from torch import Tensor
 from inflight_kernels.cpu.intrinsics import (
     FAST,
     array_at,
+    compiled_for,
     exp,
     finish_piece,
     get,
@@ -300,11 +301,11 @@ def _relu2(x):
     return _relu(x) * _relu(x)
 
 
-def _make_rows(activate):
+def _make_rows(kind, activate):
     """The rows of both types by one function: code that took it as an argument could not be
     kept."""
 
-    @njit(**FAST)
+    @compiled_for(kind)
     def run_row(x, up, is_gated, out, like):
         if is_gated:
             for i in range(len(out)):
@@ -313,7 +314,7 @@ def _make_rows(activate):
             for i in range(len(out)):
                 put(out, i, activate(get(x, i)))
 
-    @njit(**FAST)
+    @compiled_for(kind)
     def run(pointer, size, like):
         """``size``: bytes of a number like ``like``."""
         numbers = carray(pointer, 8, types.int64)
@@ -330,7 +331,7 @@ def _make_rows(activate):
             finish_piece(numbers.ctypes.data)
         return num_rows
 
-    @njit(**FAST)
+    @compiled_for(kind)
     def run_of_type(pointer):
         if carray(pointer, 8, types.int64)[7] != 0:
             return run(pointer, 2, np.uint16(0))
@@ -339,9 +340,11 @@ def _make_rows(activate):
     return run_of_type
 
 
-_silu_rows, _gelu_rows, _gelu_tanh_rows, _relu_rows, _relu2_rows = map(
-    _make_rows, (_silu, _gelu, _gelu_tanh, _relu, _relu2)
-)
+_silu_rows = _make_rows("silu", _silu)
+_gelu_rows = _make_rows("gelu", _gelu)
+_gelu_tanh_rows = _make_rows("gelu_tanh", _gelu_tanh)
+_relu_rows = _make_rows("relu", _relu)
+_relu2_rows = _make_rows("relu2", _relu2)
 
 
 def _run_silu(pointer):

@@ -35,6 +35,17 @@ INTS = ir.VectorType(I32, WIDTH)
 SHORTS = ir.VectorType(I16, WIDTH)
 
 
+def compiled_for(kind: str) -> Any:
+    """Decorates a function that is made anew for each kind. LLVM tells functions apart by their
+    names, also those that other processes have compiled: it must not meet two of one name."""
+
+    def decorate(function):
+        function.__qualname__ = f"{function.__name__}_{kind.replace(' ', '_')}"
+        return njit(**FAST)(function)
+
+    return decorate
+
+
 @intrinsic
 def address_to(_, address):
     """An address as a pointer that ``numba.carray`` takes."""

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 from torch import Tensor
@@ -34,7 +34,6 @@ from inflight_kernels import reference
 from inflight_kernels.cpu.elementwise import group_sums_stage, quantize_stage
 from inflight_kernels.cpu.intrinsics import (
     F32,
-    FAST,
     FLOATS,
     HAS_WIDE_REGISTERS,
     I8,
@@ -45,6 +44,7 @@ from inflight_kernels.cpu.intrinsics import (
     SHORTS,
     WIDTH,
     bias_of,
+    compiled_for,
     constant,
     finish_piece,
     load_bfloat16,
@@ -688,6 +688,7 @@ def _make_run(kind: str):
     in_a_word = _IN_A_WORD[kind]
     is_of_bytes, has_small_zeros = kind == "integer products", kind == _SMALL
 
+    @compiled_for(kind)
     def run(pointer, size, like, scale_size):
         """``size``: bytes of a number like ``like``; ``scale_size``: of a scale."""
         numbers = carray(pointer, 15, types.int64)
@@ -743,9 +744,7 @@ def _make_run(kind: str):
             finish_piece(numbers.ctypes.data)
         return num_pieces
 
-    # By its name LLVM tells it from those of other kinds, which another process may have compiled.
-    run.__name__ = run.__qualname__ = f"run_{kind.replace(' ', '_')}"
-    return njit(**FAST)(run)
+    return run
 
 
 _run_nibbles = _make_run("nibbles")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,3 +51,27 @@ def test_stages_see_what_those_before_them_wrote(
         for _ in range(NUM_LAYERS):
             x, residual = add_rms_norm(linear(x, weight, None), residual, norm, 1e-5)
         assert torch.equal(normed[:num_rows], x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "few", "kinds"),
+    [
+        ("test_elementwise.py", "activations and dtype0", ("relu2", "relu and not relu2")),
+        ("test_quantized_linear.py", "shape0 and dtype0", ("float8", "bits")),
+    ],
+)
+def test_what_other_processes_compiled_is_told_apart(
+    tmp_path: Path, file: str, few: str, kinds: tuple[str, str]
+) -> None:
+    """Compiled kinds are kept, one by one; a process finds those of two others."""
+    for each in (*kinds, " or ".join(kinds)):
+        command = ["-m", "pytest", "-q", str(Path(__file__).with_name(file))]
+        done = subprocess.run(
+            [sys.executable, *command, "-k", f"{few} and ({each})"],
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr

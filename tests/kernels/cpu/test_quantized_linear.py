@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -146,25 +141,3 @@ def test_integers_times_integers(
             torch.testing.assert_close(found.double(), expected[:count], rtol=rounding, atol=1e-4)
     assert not quantized_linear.takes_integers(values[:24], scales[:24])
     assert not quantized_linear.takes_integers(values, scales.expand(-1, 2))
-
-
-@pytest.mark.slow
-def test_what_other_processes_compiled_is_told_apart(tmp_path: Path) -> None:
-    """Compiled kinds are kept, one by one; a process finds those of two others."""
-    for kinds in ("float8", "bits", "float8 or bits"):
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                __file__,
-                "-k",
-                f"shape0 and dtype0 and ({kinds})",
-            ],
-            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr

@@ -23,6 +23,7 @@ from inflight_kernels.cpu.intrinsics import (
     I32,
     I64,
     WIDTH,
+    compiled_for,
     halves,
     load_words,
     loop,
@@ -158,10 +159,11 @@ def _make_add_values(num_heads: int):
     return add_values
 
 
-def _of_any_heads(make, name: str):
+def _of_any_heads(make, kind: str):
     """Tiles of ``make``, as many as ``num_heads`` needs; the first of them reads ahead."""
     tile_1, tile_2, tile_3, tile_4 = (make(heads + 1) for heads in range(_MOST_HEADS))
 
+    @compiled_for(kind)
     def run(like, rows, stride, last, num_words, own, own_row, out, out_row, ahead, num_heads):
         head = 0
         while head < num_heads:
@@ -177,13 +179,11 @@ def _of_any_heads(make, name: str):
             head += _MOST_HEADS
             ahead = np.int64(0)
 
-    # By its name LLVM tells it from the other one, which another process may have compiled.
-    run.__name__ = run.__qualname__ = name
-    return njit(**FAST)(run)
+    return run
 
 
-_score_heads = _of_any_heads(_make_score, "score_heads")
-_add_heads = _of_any_heads(_make_add_values, "add_heads")
+_score_heads = _of_any_heads(_make_score, "score")
+_add_heads = _of_any_heads(_make_add_values, "add")
 
 
 @njit(**FAST)
