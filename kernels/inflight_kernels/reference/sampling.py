@@ -30,7 +30,7 @@ def greedy(logits: Tensor) -> Tensor:
     Not finite: a NaN, a +inf, or nothing but -inf. (-inf alone forbids a token.)
     """
     best, tokens = logits.max(dim=-1)
-    return torch.where(torch.isfinite(best), tokens, -1)
+    return torch.where(best.abs() < torch.inf, tokens, -1)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
