@@ -161,8 +161,12 @@ class Latencies:
         self._num_tokens += num_new
         progress.num_tokens = num_generated
         if progress.last_token_us is not None:
-            gap, rest = divmod(time_us - progress.last_token_us, num_new)
-            self._gaps.extend([gap + (place < rest) for place in range(num_new)])
+            since_last = time_us - progress.last_token_us
+            if num_new == 1:  # as nearly always
+                self._gaps.append(since_last)
+            else:
+                gap, rest = divmod(since_last, num_new)
+                self._gaps.extend([gap + (place < rest) for place in range(num_new)])
         elif progress.arrival_us is not None:
             self._first.append(time_us - progress.arrival_us)
             self._gaps.extend([0] * (num_new - 1))

@@ -1,7 +1,8 @@
 """The plan of one iteration: all that crosses from the scheduler to the engine.
 
 Frozen, made of integers, and complete: an engine that sees every `ScheduledBatch` in order needs
-nothing else to know what to compute and where its KV lives.
+nothing else to know what to compute and where its KV lives. What there are many of is a tuple: it
+takes less than half the time of a dataclass.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from typing import NamedTuple
 from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSetup:
+class SlotSetup(NamedTuple):
     """A slot given to a request from this iteration on (first time, or again after a pause).
 
     ``end_id`` is -1 for none. Before ``min_end_position`` (an absolute position in the token list,
@@ -36,8 +36,7 @@ class SlotSetup:
     num_candidates: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ContextChunk:
+class ContextChunk(NamedTuple):
     """Tokens ``start .. start + len(tokens)`` of the request in ``slot`` run now.
 
     Behind those of a last chunk run its ``drafts``, guesses at what comes next. ``snapshots``: the
@@ -63,10 +62,10 @@ class ContextChunk:
 
     def split(self, num_tokens: int) -> tuple[ContextChunk, ContextChunk]:
         """The first ``num_tokens``, which draw nothing, and the rest; both have prompt tokens."""
-        first = replace(
-            self, tokens=self.tokens[:num_tokens], is_last=False, drafts=(), snapshots=()
+        first = self._replace(
+            tokens=self.tokens[:num_tokens], is_last=False, drafts=(), snapshots=()
         )
-        rest = replace(self, start=self.start + num_tokens, tokens=self.tokens[num_tokens:])
+        rest = self._replace(start=self.start + num_tokens, tokens=self.tokens[num_tokens:])
         return first, rest
 
 
@@ -86,8 +85,7 @@ class BlockAssignment(NamedTuple):
     """Entry ``index`` of the block table of ``slot`` is ``block_id`` from now on.
 
     ``group``: of layers, each of which has a table for every slot (`BlockManager`). Entries of
-    blocks that are given back are not told: nobody reads them any more. (A tuple, since many are
-    made: it takes half the time of a dataclass.)
+    blocks that are given back are not told: nobody reads them any more.
     """
 
     slot: int

@@ -77,7 +77,7 @@ def _without_sampling(batch: ScheduledBatch) -> ScheduledBatch:
     if not batch.setups:
         return batch
     setups = [
-        replace(each, sampling=replace(each.sampling, bias=(), bad_words=()), tokens=())
+        each._replace(sampling=replace(each.sampling, bias=(), bad_words=()), tokens=())
         for each in batch.setups
     ]
     return replace(batch, setups=tuple(setups))

@@ -250,11 +250,10 @@ class BlockManager:
         """
         if not request_ids or len(request_ids) > self._pool.num_free_blocks:
             return None if request_ids else []
-        appended = []
-        block_ids = self._pool.take(len(request_ids))
-        for request_id, block_id in zip(request_ids, block_ids, strict=True):
-            table = self._tables[request_id]
-            appended.append((len(table), block_id))
+        tables = [self._tables[request_id] for request_id in request_ids]
+        block_ids = self._pool.take(len(tables))
+        appended = list(zip(map(len, tables), block_ids, strict=True))
+        for table, block_id in zip(tables, block_ids, strict=True):
             table.append(block_id)
         self._num_held += len(block_ids)
         return appended
@@ -357,10 +356,10 @@ class BlockManager:
                 self._index.add(request, held[: max(num_full - first, 0)], first, group.number)
             )
 
-    def _keep(self, entered: Sequence[tuple[int, bytes]]) -> None:
-        self._pool.keep([block_id for block_id, _ in entered])
+    def _keep(self, entered: Mapping[int, bytes]) -> None:
+        self._pool.keep(entered)
         hashes, unpack = self._hashes, _HASH.unpack_from
-        for block_id, key in entered:
+        for block_id, key in entered.items():
             (hashes[block_id],) = unpack(key)
 
     def forget(self, request_id: int) -> None:
@@ -470,8 +469,8 @@ class BlockManager:
 
     def num_distinct_blocks_of(self, request_id: int) -> int:
         """Blocks the request holds in all groups, those that its beams share counted once."""
-        rows = self.beam_tables_of(request_id)
-        if rows:
+        if request_id in self._beam_tables:
+            rows = self._beam_tables[request_id]
             return len(set(chain(self._tables[request_id], *rows)))
         if not self.window_groups:
             return self.num_blocks_of(request_id)

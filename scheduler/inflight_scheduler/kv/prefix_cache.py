@@ -119,38 +119,42 @@ class ReuseIndex:
 
     def add(
         self, request: LlmRequest, block_ids: Sequence[int], first: int = 0, group: int = 0
-    ) -> list[tuple[int, bytes]]:
+    ) -> dict[int, bytes]:
         """The text of ``request`` is in ``block_ids``, block for block, from block ``first`` on.
 
         Returns those that have been entered, with their keys: of the others the text is known.
         """
         end = first + len(block_ids)
         self._compute_keys(request, end)
-        known, entered = self._keys_to_blocks[group], []
-        has_followers = group == 0 and (self._listener is not None or self.may_copy)
-        keys = islice(request.block_keys, first, end)
-        for index, block_id, key in zip(range(first, end), block_ids, keys, strict=True):
-            if key in known:
-                continue
-            self.enter(key, block_id, group)
-            entered.append((block_id, key))
-            if has_followers:
-                self._follow(request, index, block_id, key)
+        known, keys = self._keys_to_blocks[group], request.block_keys[first:end]
+        pairs = zip(block_ids, keys, strict=True)
+        entered = {block_id: key for block_id, key in pairs if key not in known}
+        if entered:
+            self._enter(entered, group)
+        if group == 0 and (self._listener is not None or self.may_copy):
+            for index, block_id in enumerate(block_ids, start=first):
+                if block_id in entered:
+                    self._follow(request, index, block_id, entered[block_id])
         return entered
 
     def enter(self, key: bytes, block_id: int, group: int = 0) -> bool:
         """``block_id`` holds the text with this key; False if a block with it is known already."""
         if key in self._keys_to_blocks[group]:
             return False
-        self._version += 1
-        if self._block_to_key.setdefault(block_id, key) is not key:
-            # A block that is held and kept has the text of its holder, unless a recording says so.
-            self.forget([block_id])
-            self._block_to_key[block_id] = key
-        self._keys_to_blocks[group][key] = block_id
-        if group:
-            self._group_of[block_id] = group
+        self._enter({block_id: key}, group)
         return True
+
+    def _enter(self, keys: Mapping[int, bytes], group: int) -> None:
+        """These blocks hold the texts with these keys, none of which is known."""
+        self._version += 1
+        known = self._block_to_key
+        if not known.keys().isdisjoint(keys):
+            # A block that is held and kept has the text of its holder, unless a recording says so.
+            self.forget([block_id for block_id in keys if block_id in known])
+        known.update(keys)
+        self._keys_to_blocks[group].update(zip(keys.values(), keys, strict=True))
+        if group:
+            self._group_of.update(dict.fromkeys(keys, group))
 
     def _follow(self, request: LlmRequest, index: int, block_id: int, key: bytes) -> None:
         """Block ``index`` of the text, of group 0, has been entered: tell it, and where partial

@@ -222,7 +222,7 @@ class RankedGenerations(RankedRequests):
         """
         for text, token in zip(self._texts, tokens, strict=True):
             text.append(token)
-        return with_end_id(self.requests, self._end_ids.keys(), tokens)
+        return with_end_id(self.requests, frozenset(self._end_ids), tokens)
 
     def start_step(self) -> SharedStep:
         """A step has been started that gives each of them a token."""
@@ -270,7 +270,12 @@ class RequestPhase(IntEnum):
     OTHER = 4
 
 
-_HOLDING = (RequestPhase.STARTED, RequestPhase.GENERATION, RequestPhase.COMPLETING)
+# A member that is read off its enum takes several times as long in Python before 3.12.
+_FRESH, _STARTED, _GENERATION, _COMPLETING, _OTHER = RequestPhase
+_HOLDING = (_STARTED, _GENERATION, _COMPLETING)
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+_GENERATION_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
+_GENERATION_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 
 class ActiveRequests(Sequence[LlmRequest]):
@@ -315,8 +320,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         self._order: list[LlmRequest] | None = []  # made anew when it is asked for
         self._generation = RankedGenerations()
         self._phases = tuple(
-            self._generation if phase is RequestPhase.GENERATION else RankedRequests()
-            for phase in RequestPhase
+            self._generation if phase is _GENERATION else RankedRequests() for phase in RequestPhase
         )
         self._phase_of: dict[int, RequestPhase] = {}
         self._borders = DueSteps()  # requests that open a block
@@ -388,23 +392,23 @@ class ActiveRequests(Sequence[LlmRequest]):
     def drafts_changed(self, request: LlmRequest, num_before: int) -> None:
         """What a request calls when it has other draft tokens."""
         self.num_with_drafts += (request.num_draft_tokens > 0) - (num_before > 0)
-        if self._phase_of[request.request_id] is RequestPhase.GENERATION:
+        if self._phase_of[request.request_id] is _GENERATION:
             self._look_at(request)
 
     def pending_dropped(self, request: LlmRequest) -> None:
         """What a request calls when it wants no token of the steps that run."""
-        if self._phase_of[request.request_id] is RequestPhase.GENERATION:
+        if self._phase_of[request.request_id] is _GENERATION:
             self._generation.drop_pending(request)
 
     @property
     def fresh(self) -> Sequence[LlmRequest]:
         """Contexts of which nothing has run, in order. As all views: valid until a change."""
-        return self._phases[RequestPhase.FRESH].requests
+        return self._phases[_FRESH].requests
 
     @property
     def started(self) -> Sequence[LlmRequest]:
         """Contexts past their first chunk, in order."""
-        return self._phases[RequestPhase.STARTED].requests
+        return self._phases[_STARTED].requests
 
     @property
     def generation(self) -> list[LlmRequest]:
@@ -436,18 +440,18 @@ class ActiveRequests(Sequence[LlmRequest]):
     @property
     def completing(self) -> Sequence[LlmRequest]:
         """Whose last token is being computed, in order."""
-        return self._phases[RequestPhase.COMPLETING].requests
+        return self._phases[_COMPLETING].requests
 
     @property
     def finished(self) -> list[LlmRequest]:
         """Those that have ended and were not removed yet, in order; O(these)."""
-        others = self._phases[RequestPhase.OTHER].requests
+        others = self._phases[_OTHER].requests
         return [request for request in others if request.is_finished]
 
     @property
     def num_others(self) -> int:
         """Requests in none of those phases."""
-        return len(self._phases[RequestPhase.OTHER].requests)
+        return len(self._phases[_OTHER].requests)
 
     def due_requests(self) -> list[LlmRequest]:
         """Generating requests whose next token opens a block, in no special order."""
@@ -504,9 +508,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         manager = self.block_manager
         running = [*self.started, *self.generation, *self.completing]
         num_blocks = sum(
-            manager.get_blocks_at_completion(
-                request, has_context=_phase_of(request) is RequestPhase.STARTED
-            )
+            manager.get_blocks_at_completion(request, has_context=_phase_of(request) is _STARTED)
             for request in running
         )
         assert num_blocks == self.num_blocks_at_completion, "the reservation has drifted"
@@ -545,16 +547,17 @@ class ActiveRequests(Sequence[LlmRequest]):
         if before is not None:
             self._phases[before].remove(request)
             del self._phase_of[request.request_id]
-        if before is RequestPhase.GENERATION:
+        if before is _GENERATION:
             if self._unseen.pop(request.request_id, None) is None:
                 self._borders.forget(request)
             self._ends.forget(request)
         if after is not None:
             self._phase_of[request.request_id] = after
             self._phases[after].insert(request)
-        if after is RequestPhase.GENERATION:
+        if after is _GENERATION:
             self._look_at(request)
-        if before not in _HOLDING or after not in _HOLDING or self.block_manager.window_groups:
+        was_holding, is_holding = before in _HOLDING, after in _HOLDING
+        if was_holding != is_holding or (is_holding and self.block_manager.window_groups):
             num_blocks = self._at_completion(request, after) - self._at_completion(request, before)
             self.num_blocks_at_completion += num_blocks
 
@@ -562,9 +565,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         """Blocks that ``request``, if it has started, holds at its last token."""
         if phase not in _HOLDING:
             return 0
-        return self.block_manager.get_blocks_at_completion(
-            request, has_context=phase is RequestPhase.STARTED
-        )
+        return self.block_manager.get_blocks_at_completion(request, has_context=phase is _STARTED)
 
     def _look_at(self, request: LlmRequest) -> None:
         """In the next plan, whatever it holds and however many tokens are left for it now."""
@@ -578,10 +579,11 @@ def _has_beams_or_adapter(request: LlmRequest) -> bool:
 
 
 def _phase_of(request: LlmRequest) -> RequestPhase:
-    if request.state is LlmRequestState.GENERATION_IN_PROGRESS:
-        return RequestPhase.GENERATION
-    if request.state is LlmRequestState.CONTEXT_INIT:
-        return RequestPhase.FRESH if request.context_current_position == 0 else RequestPhase.STARTED
-    if request.state is LlmRequestState.GENERATION_TO_COMPLETE:
-        return RequestPhase.COMPLETING
-    return RequestPhase.OTHER
+    state = request.state
+    if state is _GENERATION_IN_PROGRESS:
+        return _GENERATION
+    if state is _CONTEXT_INIT:
+        return _FRESH if request.context_current_position == 0 else _STARTED
+    if state is _GENERATION_TO_COMPLETE:
+        return _COMPLETING
+    return _OTHER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from operator import attrgetter
 
 from inflight_scheduler.kv.block_manager import BlockManager
@@ -101,10 +101,10 @@ def apply_tokens_to(owners: Sequence[LlmRequest], tokens: Sequence[int]) -> list
 
 
 def with_end_id(
-    requests: Sequence[LlmRequest], end_ids: Set[int], tokens: Sequence[int]
+    requests: Sequence[LlmRequest], end_ids: frozenset[int], tokens: Sequence[int]
 ) -> list[LlmRequest]:
     """Those of ``requests`` whose token is one that ends them; ``end_ids``: all that end one."""
-    if end_ids.isdisjoint(tokens):
+    if not end_ids or end_ids.isdisjoint(tokens):
         return []
     owners = zip(requests, tokens, strict=True)
     return [each for each, token in owners if token in end_ids and token in each.end_ids]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import cast
 
 from inflight_scheduler.batch import BeamMove, BlockAssignment, BlockCopy, ScheduledBatch, SlotSetup
@@ -77,7 +76,7 @@ def set_up_rows(setup: SlotSetup, num_rows: int) -> list[SlotSetup]:
     """``setup`` for each row of its slot; the others take over the text of the first one when its
     context is complete."""
     others = range(setup.slot + 1, setup.slot + num_rows)
-    return [setup, *(replace(setup, slot=row, tokens=()) for row in others)]
+    return [setup, *(setup._replace(slot=row, tokens=()) for row in others)]
 
 
 def open_beams(request: LlmRequest, slot: int, manager: BlockManager) -> list[BlockAssignment]:

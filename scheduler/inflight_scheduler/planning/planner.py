@@ -518,11 +518,8 @@ class BatchPlanner:
         manager = self.block_manager
         appended = manager.append_blocks([request.request_id for request in due])
         assert appended is not None, no_room(due[0], due[0].num_tokens, manager)
-        opened = []
-        for request, (index, block_id) in zip(due, appended, strict=True):
-            assert request.seq_slot is not None
-            opened.append(BlockAssignment(request.seq_slot, index, block_id))
-        return opened
+        slots = slots_of(due)
+        return [BlockAssignment(slot, *entry) for slot, entry in zip(slots, appended, strict=True)]
 
     def _advance(self, request: LlmRequest, token: int, candidates: Candidates) -> None:
         """The step has run: append ``token`` to the text, or follow the search."""

@@ -51,6 +51,8 @@ def num_confirmed(drafts: Sequence[int], drawn: Sequence[int]) -> int:
 
 def fitting_drafts(request: LlmRequest) -> tuple[int, ...]:
     """The drafts of ``request`` that may still become tokens: one more is drawn in any case."""
+    if not request.draft_tokens:
+        return ()
     return request.draft_tokens[: max(request.num_remaining_tokens - 1, 0)]
 
 
