@@ -272,9 +272,11 @@ def _quantized_cases() -> Iterator[Case]:
                 yield Case(op, f"{name}, {num_tokens} tokens", capabilities, run)
     for name in ("4 bits, groups of 128", "8 bits, both", "FP8, groups of 128, both"):
         kind = {**_QUANTIZED, **_QUANTIZED_FP8}[name]
+        capabilities = _HOPPER if name in _QUANTIZED_FP8 else _BOTH
+        run = partial(_quantized_linear, kind, 16, 1)  # the one of its form: columns are split
+        yield Case(op, f"{name}, 1 expert, 16 rows", capabilities, run)
         for num_tokens in (64, 8192):
             run = partial(_quantized_linear, kind, num_tokens, 128)
-            capabilities = _HOPPER if name in _QUANTIZED_FP8 else _BOTH
             yield Case(op, f"{name}, 128 experts, {num_tokens} rows", capabilities, run)
     for name in ("4 bits, groups of 128", "8 bits, rows", "FP8, rows"):
         for dtype in (torch.float16, torch.float32):

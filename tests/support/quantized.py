@@ -125,6 +125,25 @@ def with_inputs(config: dict[str, Any], **inputs: Any) -> dict[str, Any]:
     }
 
 
+def mixed(schemes: dict[str, Scheme]) -> Scheme:
+    """Several of compressed-tensors in one checkpoint, by their targets "re:..."."""
+
+    def make(module: str, weight: Tensor) -> Made:
+        (scheme,) = (each for target, each in schemes.items() if re.match(target[3:], module))
+        return scheme.make(module, weight)
+
+    groups = {
+        f"group_{index}": {
+            **scheme.config["config_groups"]["group_0"],
+            "targets": [target],
+            "format": scheme.config["format"],
+        }
+        for index, (target, scheme) in enumerate(schemes.items())
+    }
+    config = next(iter(schemes.values())).config
+    return Scheme(make, {**config, "format": "mixed-precision", "config_groups": groups})
+
+
 def fp8_tensor(_: str, weight: Tensor) -> Made:
     """A scale for all, and one of the inputs."""
     scale = (weight.abs().max() / 448).bfloat16().reshape(1)

@@ -153,6 +153,12 @@ class EngineConfig:
         return self.max_batch_size * self.max_beam_width
 
     @property
+    def packed_backend(self) -> str:
+        """What multiplies by quantised weights, of a resolved configuration: on a GPU always the
+        kernels, whatever attends."""
+        return "triton" if self.device == "cuda" else self.attention_backend
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """Type of weights and activations of a resolved configuration."""
         import torch  # seconds to import
@@ -275,7 +281,7 @@ def resolve_on_device(
     may_chunk = config.enable_chunked_context
     default_num_tokens = max(_DEFAULT_NUM_TOKENS, 0 if may_chunk else max_seq_len)
     backend = _choose_backend(config, model, has_triton)
-    _check_quantised(config, model, backend)
+    _check_quantised(config, model, has_triton)
     if is_cuda and backend == "triton" and config.num_slots > _MAX_ROWS:
         raise ConfigurationError(
             f"max_batch_size * max_beam_width is {config.num_slots}, more than the {_MAX_ROWS} "
@@ -356,7 +362,7 @@ def _check_kv_scales(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def _check_quantised(config: EngineConfig, model: ModelConfig, backend: str) -> None:
+def _check_quantised(config: EngineConfig, model: ModelConfig, has_triton: bool) -> None:
     """What quantised weights do not go with."""
     if model.quantization is not None:
         what = f"the checkpoint is quantised ({model.quantization.name})"
@@ -367,9 +373,9 @@ def _check_quantised(config: EngineConfig, model: ModelConfig, backend: str) -> 
         return
     if model.quantization is not None and config.quantization != "none":
         raise ConfigurationError(f"{what} already; use quantization=none")
-    if config.device == "cuda" and backend != "triton":
+    if config.device == "cuda" and not has_triton:
         raise ConfigurationError(
-            f"{what}, which on a GPU needs attention_backend triton, and {backend} was chosen; use "
+            f"{what}, which on a GPU needs triton, which is not installed; install it, or use "
             f"{otherwise}"
         )
 

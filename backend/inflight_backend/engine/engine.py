@@ -164,10 +164,12 @@ class Engine:
         self.supports_block_reuse = supports_block_reuse(config, model_config)
 
         model_config = self._local = local_model(model_config, ranks.place)
+        has_packed = model_config.quantization is not None or config.quantization in AT_LOAD
         ops = make_ops(
             config.attention_backend,
             config.quantization,
             is_deterministic=config.deterministic_mode,
+            packed_backend=config.packed_backend if has_packed else "",
         )
         is_cuda = config.device == "cuda"
         if memory is None and is_cuda:
@@ -258,7 +260,7 @@ class Engine:
                 config.device,
                 on_progress,
                 quantization=config.quantization,
-                backend=config.attention_backend,
+                backend=config.packed_backend,
             )
         with torch.inference_mode():
             engine = cls(config, model_config, parameters, capture, ranks=ranks)

@@ -554,7 +554,7 @@ def _weight_bytes(specs: Sequence[ParameterSpec], config: EngineConfig) -> int:
     """Bytes of the parameters; in FP8 the linears' take one each, and a scale for each row."""
     num_bytes, dtype_bytes = 0, DTYPE_TO_BYTES[config.dtype]
     for spec in specs:
-        backend = config.attention_backend
+        backend = config.packed_backend
         if spec.is_packed(backend):
             num_bytes += packed_bytes(spec, backend, dtype_bytes)
         elif (scheme := spec.scheme_at_load(config.quantization)) is not None:
@@ -569,7 +569,7 @@ def _weight_bytes(specs: Sequence[ParameterSpec], config: EngineConfig) -> int:
 def _bytes_beside(specs: Sequence[ParameterSpec], config: EngineConfig) -> int:
     """Bytes of embeddings that are looked up beside what heads are multiplied by: torch's products
     of integers have layouts of their own."""
-    if config.attention_backend != "torch":
+    if config.packed_backend != "torch":
         return 0
     found = 0
     for spec in specs:
@@ -588,7 +588,7 @@ def _token_bytes(specs: Sequence[ParameterSpec], config: EngineConfig, model: Mo
     shares = [each.top_k / each.num_experts for each in mixtures if isinstance(each, MoeConfig)]
     num_bytes = 0
     for spec in specs:
-        if spec.table != "rows" and spec.name != "positions" and not spec.name.startswith(ENCODER):
+        if spec.table not in ("rows", "positions") and not spec.name.startswith(ENCODER):
             share = min(shares) if spec.num_experts else 1
             num_bytes += int(share * _weight_bytes([spec], config))
     return num_bytes

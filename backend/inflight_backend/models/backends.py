@@ -14,9 +14,12 @@ from inflight_backend.models.kv_cache import KvPool, RecurrentStates
 from inflight_backend.models.ops import FP8_TORCH_OPS, TORCH_OPS, Ops
 
 
-def make_ops(backend: str, quantization: str, *, is_deterministic: bool = False) -> Ops:
+def make_ops(
+    backend: str, quantization: str, *, is_deterministic: bool = False, packed_backend: str = ""
+) -> Ops:
     """The table for an attention backend and quantization ("none", "fp8");
     ``is_deterministic`` (triton only): with linears whose rows do not depend on the batch.
+    ``packed_backend``: of what multiplies by quantised weights, if there are any.
 
     `ConfigurationError` if compiled kernels would lie where others can write.
     """
@@ -28,6 +31,10 @@ def make_ops(backend: str, quantization: str, *, is_deterministic: bool = False)
         from inflight_backend.models.compiled.ops import COMPILED_OPS  # needs numba
 
         return COMPILED_OPS
+    if packed_backend == "triton":
+        from inflight_backend.models.triton_ops import with_packed_products  # needs triton
+
+        return with_packed_products(TORCH_OPS)
     return FP8_TORCH_OPS if quantization == "fp8" else TORCH_OPS
 
 

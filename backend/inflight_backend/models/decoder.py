@@ -162,18 +162,21 @@ class Parameters:
         return self._adapters.wrap_heads(self._prefix + name, multiply)
 
     def gate(self, name: str, dtype: torch.dtype | None = None) -> Linear | None:
-        """A linear that weighs the branches of a mixture of experts. It reads and answers plain
-        numbers of ``dtype`` (None: of the model), none of which are rounded to few bits; None if
+        """A linear that weighs the branches of a mixture of experts, as `plain_linear`; None if
         there is none."""
+        linear = self.plain_linear(name, dtype)
+        return None if linear is None else self._adapted(name, linear, None)
+
+    def plain_linear(self, name: str, dtype: torch.dtype | None = None) -> Linear | None:
+        """A linear without a bias that reads and answers plain numbers of ``dtype`` (None: of the
+        model), none of which are rounded to few bits; None if there is none."""
         weight = self.weight(f"{name}.weight")
         if weight is None:
             return None
         if isinstance(weight, PackedWeight):
             weight = replace(weight, dtype=dtype or weight.dtype, quantizes_input=False)
-            linear = self._ops.make_packed_linear(weight, None, self._ops.make_linear)
-        else:
-            linear = self._ops.make_head(weight.to(dtype or weight.dtype))
-        return self._adapted(name, linear, None)
+            return self._ops.make_packed_linear(weight, None, self._ops.make_linear)
+        return self._ops.make_head(weight.to(dtype or weight.dtype))
 
     def _adapted(self, name: str, linear: Linear, bias: Tensor | None) -> Linear:
         if self._adapters is None or not self._prefix.startswith("layers."):
@@ -247,7 +250,8 @@ class Decoder:
         given = Parameters(parameters, ops, adapters, last_layer=last_layer, ranks=ranks)
         self._own_tokens = place.vocabulary_of(config.vocab_size)
         table = given.weight("embedding") if place.is_first_stage else None
-        self._positions = given.optional("positions")
+        positions = given.weight("positions")
+        self._positions = None if positions is None else RowTable(positions)
         self._embedding_norm = self._take_norm(given, "embedding_norm")
         self._project_in, self._project_out = (
             given.linear(name) if config.embedding_size is not None and is_here else None
@@ -398,7 +402,7 @@ class Decoder:
         if config.has_sinusoids:
             x = x + sinusoids(positions + (config.position_offset or 0), x.shape[1]).to(x.dtype)
         if self._positions is not None:
-            x = x + self._positions[positions + (config.position_offset or 0)]
+            x = x + self._positions(positions + (config.position_offset or 0))
         return x if self._embedding_norm is None else self._embedding_norm(x)
 
     def _look_up(self, tokens: Tensor) -> Tensor:
@@ -556,9 +560,14 @@ class Decoder:
         config = self.config.altup
         if config is None:
             return None
-        router, norm = given.tensor("router"), self._norm(given, "router_norm")
-        others = (given.tensor(name) for name in ("predictions", "corrections", "scale"))
-        return AltUp(config, router, norm, *others)
+        router, predictions, corrections = (
+            given.plain_linear(name) for name in ("router", "predictions", "corrections")
+        )
+        assert router is not None
+        assert predictions is not None
+        assert corrections is not None
+        norm, scale = self._norm(given, "router_norm"), given.tensor("scale")
+        return AltUp(config, router, norm, predictions, corrections, scale)
 
     def _take_laurel(self, given: Parameters) -> Laurel | None:
         if self.config.altup is None:

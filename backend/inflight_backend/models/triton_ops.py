@@ -183,21 +183,12 @@ def make_triton_ops(quantization: str, *, is_deterministic: bool) -> Ops:
 
     `ConfigurationError` if compiled kernels would lie where others can write.
     """
-    check_kernel_cache()
     make_linear = partial(TritonLinear, is_deterministic=is_deterministic)
-    make_packed_fp8 = partial(Fp8PackedLinear, is_deterministic=is_deterministic)
-    ops = replace(
-        TRITON_OPS,
-        make_linear=make_linear,
-        make_packed_linear=partial(
-            make_triton_packed_linear, make_fp8=make_packed_fp8, is_deterministic=is_deterministic
-        ),
-        make_packed_experts=partial(make_triton_packed_experts, is_deterministic=is_deterministic),
-        make_heads=partial(make_triton_heads, is_deterministic=is_deterministic),
-    )
+    ops = replace(TRITON_OPS, make_linear=make_linear)
     if is_deterministic:
         grouped_linear = partial(grouping.grouped_linear, tile_rows=grouping.MIN_TILE_ROWS)
         ops = replace(ops, make_head=make_linear, make_experts=experts_by(grouped_linear))
+    ops = with_packed_products(ops, is_deterministic=is_deterministic)
     if quantization == "fp8":
         ops = replace(
             ops,
@@ -208,3 +199,24 @@ def make_triton_ops(quantization: str, *, is_deterministic: bool) -> Ops:
             make_linear=partial(TritonFp8Linear, is_deterministic=is_deterministic),
         )
     return ops
+
+
+def with_packed_products(ops: Ops, *, is_deterministic: bool = False) -> Ops:
+    """``ops`` with the kernels' products of quantised weights; its own are those of others.
+
+    `ConfigurationError` as `make_triton_ops`.
+    """
+    check_kernel_cache()
+    make_fp8 = partial(Fp8PackedLinear, is_deterministic=is_deterministic)
+    return replace(
+        ops,
+        make_packed_linear=partial(
+            make_triton_packed_linear, make_fp8=make_fp8, is_deterministic=is_deterministic
+        ),
+        make_packed_experts=partial(
+            make_triton_packed_experts,
+            make_experts=ops.make_experts,
+            is_deterministic=is_deterministic,
+        ),
+        make_heads=partial(make_triton_heads, is_deterministic=is_deterministic),
+    )

@@ -225,14 +225,13 @@ class Checkpoint:
     def _plain(self, source: Source) -> Tensor:
         """The rows of a parameter as numbers, those of a quantised linear widened."""
         if source.scheme is not None:
-            packed = _cut_packed(self._packed(source, torch.float32), source)
-            assert packed.inputs is None, "what is cut by columns is a linear, and stays packed"
-            return dequantize(packed)
-        file = self._headers[source.name].file
-        if source.cut != Cut() and not isinstance(opened := self._files[file], GgufFile):
-            with _named(file, source.name):
-                return read_cut(opened.get_slice(source.name), source)
-        tensor = self._read(source.name, source.part)
+            tensor = dequantize(self._packed(source, torch.float32))
+        else:
+            file = self._headers[source.name].file
+            if source.cut != Cut() and not isinstance(opened := self._files[file], GgufFile):
+                with _named(file, source.name):
+                    return read_cut(opened.get_slice(source.name), source)
+            tensor = self._read(source.name, source.part)
         return cut_rows(tensor if source.convert is None else source.convert(tensor), source.cut)
 
     def _packed(self, source: Source, dtype: torch.dtype, device: str = "cpu") -> PackedWeight:

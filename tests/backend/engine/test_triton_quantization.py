@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from support.fake_cuda import FakeCuda
 from support.families import write_family
 from support.gguf_writer import Array, keep_float32, write_gguf
 from support.held_memory import held_bytes
-from support.quantized import SCHEMES, W8A8, Scheme, gptq, write_quantized
+from support.manager_harness import request, serve, small_engine
+from support.pairs import write_pair
+from support.quantized import SCHEMES, W8A8, Scheme, gptq, mixed, write_quantized
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.memory_plan import make_plan
-from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.families.registry import read_model
 from inflight_backend.models.layers import Parameter
 from inflight_backend.models.parameters import decoder_parameters
@@ -166,7 +168,9 @@ def test_rounded_while_it_is_loaded(plain: Path, quantization: str) -> None:
     assert (found - expected).abs().max() < 1e-4 * expected.std()
 
 
+_CHANGES = {"gemma3n": {"altup_num_inputs": 4}}  # of an even number, as bytes of two need it
 _LATENTS = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
+_CHANGES |= {"deepseek_v3": _LATENTS}
 
 
 @pytest.mark.fast(4)
@@ -177,6 +181,8 @@ _LATENTS = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
         ("qwen2_moe", "modelopt-w8a16-factors"),
         ("llama-linear", "ct-w8a16-asymmetric"),
         ("opt-350m", "ct-w8a16"),
+        ("gemma3n", "ct-w8a16"),
+        ("gemma3n", "bnb-nf4"),
         *product(
             ("deepseek_v3", "qwen2_moe", "llama-linear"),
             ("bnb-nf4", "gptq-8-order", "modelopt-w8a16-factors", "ct-w4a16-channel"),
@@ -185,16 +191,16 @@ _LATENTS = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16}
 )
 def test_no_weight_is_widened(tmp_path: Path, family: str, name: str) -> None:
     """Whatever may come quantised stays so: what expands latents, routers and gates, experts with
-    factors of their own, an embedding that is the head."""
+    factors of their own, an embedding that is the head, positions, what mixes streams."""
     plain = tmp_path / "plain"
-    write_family(plain, family, **(_LATENTS if family == "deepseek_v3" else {}))
+    write_family(plain, family, **_CHANGES.get(family, {}))
     with Checkpoint(plain) as opened:
         specs = decoder_parameters(opened.fit(read_model(plain)))
     weights = {
         source.name
         for spec in specs
         for source in spec.sources
-        if source.name.endswith(".weight") and len(source.shape) == 2 and spec.name != "positions"
+        if source.name.endswith(".weight") and len(source.shape) == 2
     }
     pattern = re.compile("|".join(map(re.escape, weights)))
     scheme = SCHEMES[name]
@@ -242,13 +248,41 @@ def test_latents_of_gguf_stay_in_few_bits(tmp_path: Path) -> None:
     assert difference(path, path)[0] < 1e-4
 
 
-def test_experts_without_a_kernel_are_refused(tmp_path: Path) -> None:
+@pytest.mark.fast(1)
+def test_experts_of_several_schemes(tmp_path: Path) -> None:
+    """Of a layer some are quantised one way and some another, one's gate in a way of its own, and
+    one is not: nothing is widened."""
     plain = tmp_path / "plain"
     write_family(plain, "mixtral")
-    pattern = re.compile(r".*experts\.(?!3)\d\.w\d\.weight")
-    folder, _ = write_quantized(plain, tmp_path, SCHEMES["ct-w8a16"], pattern)
-    with pytest.raises(ConfigurationError, match="not all quantised alike"):
-        Engine.load(folder, TRITON)
+    schemes = {
+        r"re:.*(self_attn|experts\.[03])\..*": SCHEMES["ct-w8a16"],
+        r"re:.*experts\.1\.w1": SCHEMES["ct-w8a16"],
+        r"re:.*experts\.(1\.w[23]|2\..*)": SCHEMES["ct-w4a16-channel"],
+        r"re:.*experts\.4\..*": SCHEMES["ct-fp8-channel-dynamic"],
+    }
+    pattern = re.compile(r".*(experts\.[0-4]\.w\d|_proj)\.weight")
+    folder, expected = write_quantized(plain, tmp_path, mixed(schemes), pattern)
+    wanted, engine = logits(expected, CPU), Engine.load(folder, TRITON)
+    assert (logits_of(engine) - wanted).abs().max() < 1e-4 * wanted.std()
+    planned = make_plan(folder, TRITON, gpu_memory=2**34).weight_bytes
+    assert planned <= held_bytes(engine._decoder) < 1.08 * planned
+
+
+@pytest.mark.slow
+def test_experts_of_gguf_whose_gates_have_another_type(tmp_path: Path) -> None:
+    """With biases of both."""
+    plain = tmp_path / "plain"
+    write_family(plain, "gpt_oss", hidden_size=64, intermediate_size=64)
+
+    def keep(name: str, data: Array) -> tuple[Array, GGMLQuantizationType]:
+        kinds = {"gate": GGMLQuantizationType.Q4_0, "up": GGMLQuantizationType.Q8_0}
+        found = re.fullmatch(r".*ffn_(gate|up)_exps\.weight", name)
+        if found is None:
+            return keep_float32(name, data)
+        return quantize(np.ascontiguousarray(data), kinds[found[1]]), kinds[found[1]]
+
+    path = write_gguf(plain, tmp_path / "model.gguf", "gpt-oss", keep)
+    assert difference(path, path)[0] < 1e-4
 
 
 @pytest.mark.slow
@@ -282,3 +316,54 @@ def test_an_engine_waits_for_nothing(
     engine = Engine.load(folder, replace(config, device="cuda"))
     assert engine.num_graphs
     assert EngineDriver(engine).generate([Job(PROMPT)], 5) == expected
+
+
+@pytest.mark.slow
+def test_experts_of_several_schemes_wait_for_nothing(
+    tmp_path: Path, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many rows those of a scheme have is known on the device alone."""
+    plain = tmp_path / "plain"
+    write_family(plain, "mixtral")
+    pattern = re.compile(r".*experts\.(?!3)\d\.w\d\.weight")
+    folder, _ = write_quantized(plain, tmp_path, SCHEMES["ct-w8a16"], pattern)
+    config = replace(TRITON, max_batch_size=2, max_num_tokens=32, cuda_graph_mixed_tokens=0)
+    expected = EngineDriver(Engine.load(folder, config)).generate([Job(PROMPT)], 3)
+    fake_cuda.install(monkeypatch)
+    engine = Engine.load(folder, replace(config, device="cuda"))
+    assert engine.num_graphs
+    assert EngineDriver(engine).generate([Job(PROMPT)], 3) == expected
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("has_encoder", [False, True])
+def test_attention_without_a_kernel(
+    tmp_path: Path, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, has_encoder: bool
+) -> None:
+    """Of heads of odd sizes, or over an encoder's answer, a GPU attends in plain torch, and
+    multiplies by weights as they are: of all linears and tables."""
+    plain, scheme = tmp_path / "plain", SCHEMES["ct-w8a16"]
+    if has_encoder:
+        write_pair(plain, "bart")
+    else:
+        write_checkpoint(plain, "llama-mha", **{**_SIZES, "head_dim": 24})
+    with Checkpoint(plain) as opened:
+        specs = decoder_parameters(opened.fit(read_model(plain)))
+    sources = [each for spec in specs for each in spec.sources if len(each.shape) == 2]
+    names = [each.name for each in sources if each.name.endswith(".weight")]
+    pattern = re.compile("|".join(map(re.escape, names)))
+    folder, expected = write_quantized(plain, tmp_path, scheme, pattern)
+    wanted = _first_logits(expected, device="cpu")
+    fake_cuda.install(monkeypatch)
+    found = _first_logits(folder, device="cuda", dtype="float32")
+    assert (found - wanted).abs().max() < 1e-4 * wanted.std()
+
+
+def _first_logits(folder: Path, **changes: Any) -> torch.Tensor:
+    """Of a text, behind what an encoder says of it if there is one."""
+    engine = small_engine(folder, **changes)
+    planned = make_plan(folder, engine.config, gpu_memory=2**34).weight_bytes
+    assert planned <= held_bytes((engine._decoder, engine._encoder)) < 1.08 * planned
+    sent = request(1, PROMPT, 1, streaming=False, return_context_logits=True)
+    (answer,) = serve([sent], engine).named_tensors[1]
+    return torch.from_numpy(answer["context_logits"][0])

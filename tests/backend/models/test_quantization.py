@@ -884,12 +884,38 @@ def test_the_rule_of_a_linear_is_that_which_names_it(tmp_path: Path, plain: Path
         make_plan(folder, CONFIG)
 
 
+def test_of_several_rules_for_a_linear_one_counts(tmp_path: Path, plain: Path) -> None:
+    """As compressed-tensors has it: a name before patterns, and these by the alphabet, in whatever
+    order the groups are."""
+    small, large, bytes_ = (packed(4, 32), packed(4, 64), packed(8, 32))
+    group = compressed("pack-quantized", 4, "group", group_size=64)["config_groups"]["group_0"]
+    sizes = {"re:.*mlp.*": (64, 4), "re:.*down_proj": (32, 4), "Linear": (32, 4),
+             "model.layers.1.mlp.down_proj": (32, 8)}  # fmt: skip
+    config = compressed("pack-quantized")
+    config["config_groups"] = {
+        f"group_{index}": {
+            **group,
+            "targets": [target],
+            "weights": {**group["weights"], "group_size": size, "num_bits": bits},
+        }
+        for index, (target, (size, bits)) in enumerate(sizes.items())
+    }
+
+    def make(module: str, weight: torch.Tensor) -> Made:
+        if module == "model.layers.1.mlp.down_proj":
+            return bytes_(module, weight)
+        is_large = "mlp" in module and "down" not in module
+        return (large if is_large else small)(module, weight)
+
+    assert difference(*write_quantized(plain, tmp_path, Scheme(make, config))) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (
-            EngineConfig(device="cuda", attention_backend="torch"),
-            "on a GPU needs attention_backend triton, and torch was chosen; use device=cpu",
+            EngineConfig(device="cuda"),
+            "on a GPU needs triton, which is not installed; install it, or use device=cpu",
         ),
         (EngineConfig(device="cpu", quantization="fp8"), "already; use quantization=none"),
         (EngineConfig(device="cpu", deterministic_mode=True), "needs attention_backend triton"),
@@ -900,7 +926,7 @@ def test_settings_that_a_quantised_checkpoint_does_not_go_with(
 ) -> None:
     folder, _ = write_quantized(plain, tmp_path, SCHEMES["fbgemm_fp8"])
     with pytest.raises(ConfigurationError, match=re.escape(message)):
-        resolve_on_device(config, read_model(folder), has_triton=True)
+        resolve_on_device(config, read_model(folder), has_triton=False)
 
 
 @pytest.mark.parametrize(

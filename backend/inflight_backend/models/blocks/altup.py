@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from inflight_backend.models.blocks.mlp import Linear
 from inflight_backend.models.blocks.norms import Norm
@@ -52,28 +51,28 @@ class AltUp:
     def __init__(
         self,
         config: AltUpConfig,
-        router: Tensor,
+        router: Linear,
         router_norm: Norm,
-        predictions: Tensor,
-        corrections: Tensor,
+        predictions: Linear,
+        corrections: Linear,
         scale: Tensor,
     ) -> None:
-        """``router`` [S, hidden], ``predictions`` [S * S, S], ``corrections`` [S, S], ``scale``
-        [hidden]."""
+        """``router`` from hidden to S, ``predictions`` from S to S * S, ``corrections`` from S to
+        S, all of plain numbers; ``scale`` [hidden]."""
         self._config, self._router, self._router_norm = config, router, router_norm
         self._predictions, self._corrections, self._scale = predictions, corrections, scale
 
     def predict(self, streams: Tensor) -> tuple[Tensor, Tensor]:
         """streams [S, T, hidden] as they are expected behind the layer, and the one it computes."""
         modes = self._route(streams[self._config.active])
-        mixing = functional.linear(modes, self._predictions).view(len(modes), *[len(streams)] * 2)
+        mixing = self._predictions(modes).view(len(modes), *[len(streams)] * 2)
         predicted = torch.einsum("tji,ith->jth", mixing, streams) + streams
         return predicted, predicted[self._config.active]
 
     def correct(self, predicted: Tensor, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
         """``predicted`` [S, T, hidden] by what the layer found, x [T, hidden]; all but the first
         get what ``branch`` makes of the stream that was computed."""
-        shares = functional.linear(self._route(x), self._corrections) + 1.0
+        shares = self._corrections(self._route(x)) + 1.0
         innovation = x - predicted[self._config.active]
         corrected = innovation * shares.t()[..., None] + predicted
         first = corrected[self._config.active]
@@ -81,7 +80,7 @@ class AltUp:
         return corrected
 
     def _route(self, x: Tensor) -> Tensor:
-        routed = functional.linear(self._router_norm(x) / x.shape[-1], self._router)
+        routed = self._router(self._router_norm(x) / x.shape[-1])
         return torch.tanh(routed.float()).to(x.dtype)
 
 

@@ -12,11 +12,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from inflight_backend.errors import ConfigurationError
+from inflight_backend.models.ops import MakeExperts
 from inflight_backend.models.quantization.forms import (
     JoinedWeight,
     PackedWeight,
+    Part,
     join_rows,
     split,
 )
@@ -88,37 +90,57 @@ def make_triton_packed_experts(
     count: int,
     make_plain: MakeLinear,
     *,
+    make_experts: MakeExperts,
     is_deterministic: bool,
 ) -> MultiplyGroups:
-    """`linears.make_packed_experts` in one launch. `ConfigurationError` where experts differ in
-    more than the order and the factors of their columns."""
+    """`linears.make_packed_experts`, in one launch for all experts of one form; ``make_experts``
+    makes those that are not quantised."""
     del make_plain
+    make = partial(_packed_experts, is_deterministic=is_deterministic)
     if isinstance(weight, PackedWeight):
-        stacked = replace(weight, order=None, factors=None)
-        orders, factors = (
+        order, factors = (
             None if each is None else each.expand(count, -1)
             for each in (weight.order, weight.factors)
         )
-    else:
-        stacked, orders, factors = _stack(weight, count)
-    linear = TritonPackedLinear(
-        stacked,
-        None if bias is None else bias.flatten(),
-        orders=orders,
-        is_deterministic=is_deterministic,
-    )
+        return make(replace(weight, order=None, factors=None), order, factors, bias)
+
+    def make_alike(parts: Sequence[Part], own_bias: Tensor | None) -> MultiplyGroups:
+        wide = [each for each in parts if isinstance(each, Tensor)]
+        if wide:
+            return make_experts(torch.stack(wide), own_bias)
+        return make(*_stack([each for each in parts if isinstance(each, PackedWeight)]), own_bias)
+
+    # Gate and up of an expert may differ.
+    num_parts = 2 if any(isinstance(each, JoinedWeight) for each in split(weight, count)) else 1
+    parts = split(weight, num_parts * count)
+    plain_parts = [each for each in parts if not isinstance(each, JoinedWeight)]
+    biases = [None] * num_parts if bias is None else bias.chunk(num_parts, 1)
+    made = [_mixed(plain_parts[i::num_parts], own, make_alike) for i, own in enumerate(biases)]
+    return made[0] if num_parts == 1 else partial(_side_by_side, made)
+
+
+def _side_by_side(parts: Sequence[MultiplyGroups], x: Tensor, starts: Tensor) -> Tensor:
+    return torch.cat([each(x, starts) for each in parts], 1)
+
+
+def _packed_experts(
+    weight: PackedWeight,
+    orders: Tensor | None,
+    factors: Tensor | None,
+    bias: Tensor | None,
+    *,
+    is_deterministic: bool,
+) -> MultiplyGroups:
+    """Experts whose rows are those of ``weight``; ``orders`` and ``factors`` of their columns
+    [experts, columns]."""
+    bias = None if bias is None else bias.flatten()
+    linear = TritonPackedLinear(weight, bias, orders=orders, is_deterministic=is_deterministic)
     return linear if factors is None else ScaledExperts(linear, factors)
 
 
-def _stack(weight: JoinedWeight, count: int) -> tuple[PackedWeight, Tensor | None, Tensor | None]:
-    """Experts whose columns have orders or factors of their own as one weight, and those [count,
-    columns]; None: there are none."""
-    experts = [each for each in split(weight, count) if isinstance(each, PackedWeight)]
-    if len(experts) < count or len({each.form for each in experts}) > 1:
-        raise ConfigurationError(
-            "the experts of a layer are not all quantised alike, and there is no kernel for such "
-            "ones on a GPU; use device=cpu"
-        )
+def _stack(experts: Sequence[PackedWeight]) -> tuple[PackedWeight, Tensor | None, Tensor | None]:
+    """Experts of one form, whose columns have orders or factors of their own, as one weight, and
+    those [count, columns]; None: there are none."""
     stacked = join_rows([replace(each, order=None, factors=None) for each in experts])
     orders = factors = None
     if any(each.order is not None for each in experts):
@@ -127,6 +149,70 @@ def _stack(weight: JoinedWeight, count: int) -> tuple[PackedWeight, Tensor | Non
     if experts[0].factors is not None:
         factors = torch.stack([each.factors for each in experts if each.factors is not None])
     return stacked, orders, factors
+
+
+def _mixed(
+    experts: Sequence[Part],
+    bias: Tensor | None,
+    make: Callable[[Sequence[Part], Tensor | None], MultiplyGroups],
+) -> MultiplyGroups:
+    """Experts of any forms, by what ``make`` makes of those of one form and their biases."""
+    alike: dict[object, list[int]] = {}
+    for index, expert in enumerate(experts):
+        alike.setdefault(_kind(expert), []).append(index)
+    groups = [
+        (make([experts[index] for index in each], None if bias is None else bias[each]), each)
+        for each in alike.values()
+    ]
+    first = experts[0]
+    device = (first if isinstance(first, Tensor) else first.values).device
+    return groups[0][0] if len(groups) == 1 else MixedExperts(groups, device)
+
+
+def _kind(expert: Part) -> object:
+    """Equal for experts that are multiplied in one launch."""
+    if isinstance(expert, Tensor):
+        return None
+    table = expert.codebook
+    return expert.form, None if table is None else tuple(table.tolist())
+
+
+class MixedExperts:
+    """Linears of experts of several forms, each form with a product of its own."""
+
+    __slots__ = ("_groups",)
+
+    def __init__(
+        self, groups: Sequence[tuple[MultiplyGroups, Sequence[int]]], device: torch.device
+    ) -> None:
+        """Of each form the product, and the experts that have it."""
+        count = sum(len(experts) for _, experts in groups)
+        self._groups = []
+        for multiply, experts in groups:
+            chosen = torch.tensor(experts, device=device)
+            is_own = torch.zeros(count, dtype=torch.bool, device=device)
+            is_own[chosen] = True
+            self._groups.append((multiply, chosen, is_own))
+
+    def __call__(self, x: Tensor, starts: Tensor) -> Tensor:
+        """x [T, columns], ``starts`` [count + 1] of the rows of each expert -> [T, rows]."""
+        experts, answer = _experts_of_rows(x, starts), x.new_empty(0)
+        for index, (multiply, chosen, is_of_form) in enumerate(self._groups):
+            is_own = is_of_form[experts]
+            # Own rows first; what is behind them gets no answer, so that nothing waits for a count.
+            order = (~is_own).int().argsort(stable=True)
+            own_starts = functional.pad(starts.diff()[chosen].cumsum(0, dtype=torch.int32), (1, 0))
+            found = multiply(x[order], own_starts)
+            placed = torch.empty_like(found)
+            placed[order] = found
+            answer = torch.where(is_own[:, None], placed, answer) if index else placed
+        return answer
+
+
+def _experts_of_rows(x: Tensor, starts: Tensor) -> Tensor:
+    """The expert of each row of x; rows behind the last one's count as his."""
+    rows_of_x = torch.arange(len(x), dtype=starts.dtype, device=x.device)
+    return torch.searchsorted(starts[1:-1], rows_of_x, right=True)
 
 
 class ScaledExperts:
@@ -140,9 +226,7 @@ class ScaledExperts:
 
     def __call__(self, x: Tensor, starts: Tensor) -> Tensor:
         """x [T, columns], ``starts`` [count + 1] of the rows of each expert -> [T, rows]."""
-        rows_of_x = torch.arange(len(x), dtype=starts.dtype, device=x.device)
-        experts = torch.searchsorted(starts[1:], rows_of_x, right=True)
-        return self._multiply(x * self._factors[experts], starts)
+        return self._multiply(x * self._factors[_experts_of_rows(x, starts)], starts)
 
 
 def make_triton_heads(

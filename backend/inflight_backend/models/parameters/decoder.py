@@ -46,9 +46,8 @@ def decoder_parameters(config: ModelConfig) -> list[ParameterSpec]:
     specs = [replace(embedding, table="both" if config.is_tied else "rows")]
     if config.position_offset is not None and not config.has_sinusoids:
         rows = config.max_position_embeddings + config.position_offset
-        specs.append(
-            single_parameter("positions", f"{prefix}{names.positions}.weight", (rows, hidden))
-        )
+        table = single_parameter("positions", f"{prefix}{names.positions}.weight", (rows, hidden))
+        specs.append(replace(table, table="positions"))
     if config.has_embedding_norm:
         specs += norm_parameters(config, "embedding_norm", prefix + names.embedding_norm)
     if config.embedding_size is not None:
@@ -171,15 +170,20 @@ def _altup_parameters(
     hidden, streams, rank = config.hidden_size, altup.num_streams, altup.laurel_rank
     place, source = f"{prefix}altup.", f"{folder}altup."
     left, right = (f"{folder}laurel.linear_{side}" for side in ("left", "right"))
+    mixing = (
+        ("router", "modality_router", (streams, hidden)),
+        ("predictions", "prediction_coefs", (streams**2, streams)),
+        ("corrections", "correction_coefs", (streams, streams)),
+    )
     return [
-        single_parameter(f"{place}router", f"{source}modality_router.weight", (streams, hidden)),
+        *(
+            replace(
+                single_parameter(f"{place}{name}.weight", f"{source}{there}.weight", shape),
+                is_mixing=True,
+            )
+            for name, there, shape in mixing
+        ),
         *norm_parameters(config, f"{place}router_norm", f"{source}router_norm"),
-        single_parameter(
-            f"{place}predictions", f"{source}prediction_coefs.weight", (streams**2, streams)
-        ),
-        single_parameter(
-            f"{place}corrections", f"{source}correction_coefs.weight", (streams, streams)
-        ),
         single_parameter(f"{place}scale", f"{source}correct_output_scale", (hidden,)),
         *linear_parameters(config, f"{prefix}laurel.left", left, rank, hidden, False),
         *linear_parameters(config, f"{prefix}laurel.right", right, hidden, rank, False),

@@ -134,9 +134,11 @@ class ParameterSpec:
 
     ``is_wide``: kept in float32 whatever the model's dtype is. ``num_experts``: the rows are
     those of linears of so many experts, one after the other. ``is_gate``: of a linear that weighs
-    experts. ``num_heads``: the rows are those of products of so many heads. ``table``: what its
-    rows, one for each token, are there for: they are looked up, are the head's, or both.
-    ``file_dtype``: in which the files have it, where that may be kept.
+    experts; ``is_mixing``: of one that says how streams are mixed, which adapters leave alone.
+    ``num_heads``: the rows are those of products of so many heads. ``table``: what its rows, one
+    for each token, are there for: they are looked up, are the head's, or both; "positions": there
+    is one for each of these, to be looked up. ``file_dtype``: in which the files have it, where
+    that may be kept.
     """
 
     name: str
@@ -145,8 +147,9 @@ class ParameterSpec:
     is_wide: bool = False
     num_experts: int = 0
     is_gate: bool = False
+    is_mixing: bool = False
     num_heads: int = 0
-    table: Literal["", "rows", "head", "both"] = ""
+    table: Literal["", "rows", "head", "both", "positions"] = ""
     file_dtype: str = ""
 
     @property
@@ -162,10 +165,10 @@ class ParameterSpec:
 
     def is_packed(self, backend: str) -> bool:
         """True if it comes quantised and stays so in memory: where ``backend`` has a product. Of
-        gates and heads only the kernels of a GPU have one."""
+        gates, heads and streams only the kernels of a GPU have one."""
         schemes = (source.scheme for source in self.sources)
-        has_kernel = backend == "triton" and (self.is_gate or self.num_heads > 0)
-        return (self._may_be_packed or has_kernel) and any(
+        has_kernel = self.is_gate or self.is_mixing or self.num_heads > 0
+        return (self._may_be_packed or (has_kernel and backend == "triton")) and any(
             each is not None and each.stays_packed(backend) for each in schemes
         )
 
@@ -182,7 +185,7 @@ class ParameterSpec:
 
     def scheme_at_load(self, quantization: str) -> Scheme | None:
         """How an unquantised one is rounded while it is loaded; None: it stays as it is."""
-        if not self._may_be_packed:
+        if not self._may_be_packed or self.table == "positions":
             return None
         if self.table:
             is_head = self.table != "rows"
@@ -194,7 +197,7 @@ def packed_bytes(spec: ParameterSpec, backend: str, dtype_bytes: int) -> int:
     """Bytes in memory of a parameter with ``is_packed`` for ``backend``, in a model whose numbers
     take ``dtype_bytes``. Neighbours with one input have one order of columns, and factors."""
     columns = spec.shape[1]
-    is_padded = spec.num_heads == 0 and spec.table != "rows"
+    is_padded = spec.num_heads == 0 and spec.table not in ("rows", "positions")
     num_bytes = columns * _ORDER_BYTES * _num_inputs(spec, lambda scheme: scheme.has_order)
     num_bytes += columns * dtype_bytes * _num_inputs(spec, lambda scheme: scheme.has_factors)
     for source in spec.sources:

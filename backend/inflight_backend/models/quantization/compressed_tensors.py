@@ -16,6 +16,7 @@ _FLOAT = ("float-quantized", "naive-quantized", "mxfp8-quantized")
 _INTEGER = ("int-quantized", "naive-quantized", "pack-quantized")
 _FP4 = ("mxfp4-pack-quantized", "nvfp4-pack-quantized")
 _FORMATS = tuple(dict.fromkeys((*_FLOAT, *_INTEGER, *_FP4)))
+_CLASSES = ("Linear", "Embedding")
 _OF_GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
 _OF_NUMBERS = (
     "num_bits", "type", "strategy", "symmetric", "dynamic", "group_size", "block_structure",
@@ -24,8 +25,11 @@ _OF_NUMBERS = (
 
 
 def read_compressed_tensors(reader: JsonReader) -> tuple[Rule, ...]:
-    """A rule for each of ``config_groups`` with weights: others are of attention alone. None where
-    the KV cache alone is quantised."""
+    """The rules of ``config_groups`` with weights: others are of attention alone. None where the KV
+    cache alone is quantised.
+
+    Where targets of several groups are for one linear names go before patterns, these before
+    classes, each in the order of the alphabet; of groups with the same target the last counts."""
     check_keys(
         reader,
         "quant_method",
@@ -50,7 +54,12 @@ def read_compressed_tensors(reader: JsonReader) -> tuple[Rule, ...]:
     if not any(groups) and not any(reader.section("kv_cache_scheme")):
         reader.fail("config_groups", "is missing")
     sections = (groups.section(name) for name in groups)
-    return tuple(_read_group(reader, each) for each in sections if "weights" in each)
+    rules = tuple(_read_group(reader, each) for each in sections if "weights" in each)
+    if len(rules) < 2:
+        return rules
+    schemes = {target: rule.scheme for rule in rules for target in rule.targets}
+    order = sorted(schemes, key=lambda each: (each in _CLASSES, each.startswith("re:"), each))
+    return tuple(Rule(schemes[target], (target,)) for target in order)
 
 
 def _read_group(reader: JsonReader, group: JsonReader) -> Rule:

@@ -156,7 +156,7 @@ class Rule:
         )
 
 
-_EMBEDDING = re.compile(r"(^|[._])(embed|wte)[^.]*$")
+_EMBEDDING = re.compile(r"(^|[._])(embed|wte|wpe)[^.]*$")
 """Names of embeddings, whose class targets may give."""
 
 

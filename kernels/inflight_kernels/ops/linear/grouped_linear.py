@@ -71,7 +71,7 @@ def _grouped_linear_kernel(
 def grouped_linear(
     x: torch.Tensor,  # [T, columns] bfloat16, float16 or float32, sorted by group
     weight: torch.Tensor,  # [G, rows, columns] of the same dtype, contiguous
-    starts: torch.Tensor,  # [G + 1] int32, ascending from 0; [-1] == T
+    starts: torch.Tensor,  # [G + 1] int32, ascending from 0; [-1] at most T
     bias: torch.Tensor | None = None,  # [G, rows] of any float dtype
     *,
     tile_rows: int | None = None,
@@ -81,7 +81,8 @@ def grouped_linear(
     ``tile_rows`` (a power of two from 16): the rows of x that a program multiplies; None: by the
     mean of the groups. Given, a row of the answer does not depend on the others.
 
-    Starts are not checked against their bounds: they live on the device.
+    Starts are not checked against their bounds: they live on the device. Rows of x behind the last
+    one get no answer: theirs are any numbers.
     Raises ValueError naming the argument that does not fit.
     """
     launch.check_arguments(

@@ -604,13 +604,14 @@ def quantized_linear(
     bias: torch.Tensor | None = None,  # [R] of any float dtype
     *,
     x_scales: torch.Tensor | None = None,  # [T, 1 or groups] float32, with int8 and float8_e4m3fn
-    starts: torch.Tensor | None = None,  # [G + 1] int32, ascending from 0; [-1] == T
+    starts: torch.Tensor | None = None,  # [G + 1] int32, ascending from 0; [-1] at most T
     out_dtype: torch.dtype | None = None,
     tile: Tile | None = None,  # default: `choose_tile`
 ) -> torch.Tensor:
     """[T, R], with ``starts`` [T, R / G], in ``out_dtype`` (default: that of x, else bfloat16).
 
-    Starts and the order of columns are not checked against bounds: they live on the device.
+    Starts and the order of columns are not checked against bounds: they live on the device. Rows
+    of x behind the last start get no answer: theirs are any numbers.
     Raises ValueError naming the argument that does not fit.
     """
     is_narrow = x.dtype.itemsize == 1
