@@ -248,7 +248,7 @@ class Engine:
         `CheckpointError` or `ConfigurationError` when it cannot be served as asked.
         """
         model_config = read_model(checkpoint_dir)
-        with Checkpoint(checkpoint_dir) as checkpoint:
+        with torch.inference_mode(), Checkpoint(checkpoint_dir) as checkpoint:
             model_config = checkpoint.fit(model_config)
             model_config = model_config.with_window_limits(config.max_attention_window)
             config = resolve(config, model_config)

@@ -170,26 +170,40 @@ def pack(
         else:
             values = values ^ 0x88  # -8 to 7, with a sign
         values = _parted(values)
-    words = _panels(values.contiguous().view(torch.int32))
-    if kind == "floats" and dtype == torch.bfloat16 and _looks_up_bytes():
-        kind, words = "float pairs", _in_pairs(words)
     if scales.dtype == torch.float16 and "+f16c" not in get_host_cpu_features():
         scales = scales.float()
+    given = [values.contiguous().view(torch.int32), scales]
     if zeros is not None:
+        given.append(zeros)
         is_small = zeros.dtype == torch.uint8
         if is_small:
-            table = torch.full((WIDTH,), float(first_zero - 8))
-        kind, zeros = _SMALL if is_small else f"{kind} and zeros", _panels(zeros)
-    return Packed(kind, words, _panels(scales), zeros, table, columns, group_size)
+            table = _small_zeros_table(first_zero)
+        kind = _SMALL if is_small else f"{kind} and zeros"
+    words, scales, *others = _panels(*given)
+    if kind == "floats" and dtype == torch.bfloat16 and _looks_up_bytes():
+        kind, words = "float pairs", _in_pairs(words)
+    return Packed(kind, words, scales, others[0] if others else None, table, columns, group_size)
 
 
-def _panels(numbers: Tensor) -> Tensor:
-    """[rows, n] -> [rows / 16, n, 16], at a multiple of 64 bytes."""
-    rows, width = numbers.shape
-    found = torch.empty(rows * width + 64, dtype=numbers.dtype)
-    start = -found.data_ptr() % 64 // numbers.itemsize
-    found = found[start : start + rows * width].view(rows // WIDTH, width, WIDTH)
-    return found.copy_(numbers.view(rows // WIDTH, WIDTH, width).transpose(1, 2))
+@cache
+def _small_zeros_table(first_zero: int) -> Tensor:
+    """What `Packed.table` is for small zeros: of all weights the same."""
+    return torch.full((WIDTH,), float(first_zero - 8))
+
+
+def _panels(*tensors: Tensor) -> list[Tensor]:
+    """Each [rows, n] -> [rows / 16, n, 16], at a multiple of 64 bytes. They lie in one piece of
+    memory: in pieces of their own small ones would take a page more each."""
+    sizes = [-(-each.nbytes // 64) * 64 for each in tensors]
+    held = torch.empty(sum(sizes) + 64, dtype=torch.uint8)
+    start = -held.data_ptr() % 64
+    places = held[start : start + sum(sizes)].split_with_sizes(sizes)
+    found = []
+    for numbers, place in zip(tensors, places, strict=True):
+        rows, width = numbers.shape
+        panels = numbers.view(rows // WIDTH, WIDTH, width).transpose(1, 2)
+        found.append(place[: numbers.nbytes].view(numbers.dtype).view(panels.shape).copy_(panels))
+    return found
 
 
 def _parted(values: Tensor) -> Tensor:
@@ -286,10 +300,9 @@ def takes_integers(values: Tensor, scales: Tensor) -> bool:
 def pack_integers(values: Tensor, scales: Tensor) -> Packed:
     """int8 [rows, columns] with scales [rows, 1]."""
     starts = values.sum(1, keepdim=True, dtype=torch.int32) * -128
-    words = _panels(values.contiguous().view(torch.int32))
+    words, scales, starts = _panels(values.contiguous().view(torch.int32), scales.float(), starts)
     columns = values.shape[1]
-    kind = "integer products"
-    return Packed(kind, words, _panels(scales.float()), _panels(starts), None, columns, columns)
+    return Packed("integer products", words, scales, starts, None, columns, columns)
 
 
 def integer_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:

@@ -154,6 +154,7 @@ class JoinedLayers:
         self._adapters = self._adapted[0].table if self._adapted else None
         self._programs: dict[bool, _LayersProgram] = {}  # without chunks, and with
         self._memory = _Memory(0, torch.float32)  # between the stages of both
+        self._norms: dict[int, NormWeights] = {}  # by the identity of their norms, for both
         self._lock = threading.Lock()
 
     def __call__(self, x: Tensor, step: AttentionStep, rows: Tensor | None) -> Tensor | None:
@@ -179,7 +180,7 @@ class JoinedLayers:
                     num_rows = max(1 << (most - 1).bit_length(), _LEAST_ROWS)
                     self._memory = _Memory(num_rows, x.dtype)
                 program = self._programs[has_chunks] = _LayersProgram(
-                    self._parts, step.backend, x, self._memory,
+                    self._parts, step.backend, x, self._memory, self._norms,
                     adds_lora=adapters is not None, has_chunks=has_chunks,
                 )  # fmt: skip
             return program.run(x, step, rows, adapters)
@@ -205,10 +206,15 @@ class _Stream:
     """The hidden states that branches read and add to, and the stages that do it."""
 
     def __init__(
-        self, size: int, scale: float, make: _Memory, stages: list[Stage], kept: list[Any]
+        self,
+        size: int,
+        scale: float,
+        make: _Memory,
+        stages: list[Stage],
+        norms: dict[int, NormWeights],
     ) -> None:
-        """``scale``: see `DecoderParts`; ``kept``: what stages have addresses of."""
-        self._scale, self._stages, self._kept = scale, stages, kept
+        """``scale``: see `DecoderParts`; ``norms``: what stages have addresses of."""
+        self._scale, self._stages, self._norms = scale, stages, norms
         self.x, self._other = make("stream", size), make("other stream", size)
         self._normed = make("normed", size)
 
@@ -236,13 +242,19 @@ class _Stream:
         self.x, self._other = self._other, self.x
         return self.x if norm is None else self._normed
 
+    def take(self, rows: Tensor) -> int:
+        """Go on with rows of it, whose numbers a step tells; the stage that takes them."""
+        self._stages.append(take_rows_stage(self.x, rows, self._other))
+        self.x, self._other = self._other, self.x
+        return len(self._stages) - 1
+
     def _weights_of(self, norm: Norm) -> NormWeights:
         config, is_layer = norm.config, norm.config.kind == "layer"
-        weights = NormWeights.of(
-            norm.weight, norm.bias, config.eps, is_layer=is_layer, size=self.x.shape[1]
-        )
-        self._kept.append(weights)
-        return weights
+        if id(norm) not in self._norms:
+            self._norms[id(norm)] = NormWeights.of(
+                norm.weight, norm.bias, config.eps, is_layer=is_layer, size=self.x.shape[1]
+            )
+        return self._norms[id(norm)]
 
 
 class _LayersProgram:
@@ -255,6 +267,7 @@ class _LayersProgram:
         backend: CompiledAttention,
         x: Tensor,
         memory: _Memory,
+        norms: dict[int, NormWeights],
         *,
         adds_lora: bool,
         has_chunks: bool,
@@ -268,7 +281,7 @@ class _LayersProgram:
         self._turning, self._taking = list[int](), list[int]()
         self._multiples = dict[int, int]()  # stages that have several rows for a token
         layers = parts.layers
-        self._stream = _Stream(self._size, parts.scale, self._make, self._stages, self._kept)
+        self._stream = _Stream(self._size, parts.scale, self._make, self._stages, norms)
         self._entered = self._stream.x
         read = self._stream.read(layers[0].input_norm)
         following = [each.input_norm for each in layers[1:]]
@@ -289,7 +302,7 @@ class _LayersProgram:
         found = self._attend(layer.attention, x)
         if is_last:
             (found,) = self._go_on(found)
-        attended = self._multiply(layer.attention.output, found, "attended")
+        attended = self._multiply(layer.attention.output, found, "branch")
         x = self._stream.add(attended, layer.attention_output_norm, layer.mlp_norm)
         return self._stream.add(self._feed(layer.mlp, x), layer.mlp_output_norm, next_norm)
 
@@ -309,8 +322,9 @@ class _LayersProgram:
         """These, and the stream from here on, with those rows only that leave the last layer."""
         if not self._has_chunks:
             return list(given)
-        self._stream.x = self._take("taken stream", self._stream.x)
-        return [self._take(f"taken {number}", each) for number, each in enumerate(given)]
+        self._taking.append(self._stream.take(torch.arange(self._num_rows)))
+        names = "query", "taken"  # queries are not read any more
+        return [self._take(name, each) for name, each in zip(names, given, strict=False)]
 
     def _feed(self, mlp: Mlp | Moe, x: Tensor) -> Tensor:
         if isinstance(mlp, Moe):
@@ -319,7 +333,7 @@ class _LayersProgram:
         inner = self._multiply(mlp.up, x, "inner")
         active = self._make("active", inner.shape[1] // (1 + mlp.is_gated))
         self._stages.append(activate_stage(inner, mlp.kind, active))
-        return self._multiply(mlp.down, active, "fed")
+        return self._multiply(mlp.down, active, "branch")
 
     def _feed_experts(self, moe: Moe, x: Tensor) -> Tensor:
         assert moe.kind is not None
