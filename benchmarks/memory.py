@@ -158,8 +158,11 @@ def _load(folder: Path) -> dict[str, int]:
     engine = Engine.load(folder, config)
     engine.prepare_thread()
     gc.collect()
-    plan = make_plan(folder, config)
-    return {"weight_bytes": plan.weight_bytes, "process_bytes": psutil.Process().memory_info().rss}
+    process_bytes = psutil.Process().memory_info().rss  # before the plan, which takes some itself
+    return {
+        "weight_bytes": make_plan(folder, config).weight_bytes,
+        "process_bytes": process_bytes,
+    }
 
 
 def _cells(row: dict[str, Any]) -> Iterator[str]:

@@ -36,7 +36,7 @@ class Program:
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        self._stages = stages  # their kernels hold the compiled code
+        self._kernels = {each.kernel for each in stages}  # hold the compiled code
         widths = [2 + len(each.integers) + len(each.floats) for each in stages]
         self.numbers: npt.NDArray[np.int64] = np.zeros((len(stages), max(widths)), np.int64)
         for row, (_, integers, floats) in zip(self.numbers, stages, strict=True):

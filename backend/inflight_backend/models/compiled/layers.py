@@ -294,6 +294,7 @@ class _LayersProgram:
         self._program = Program(self._stages)
         self._rows_of_token = np.ones(len(self._stages), np.int64)
         self._rows_of_token[list(self._multiples)] = list(self._multiples.values())
+        self._stages.clear()  # their numbers are in the program
 
     def _run_in_turn(
         self, layer: LayerParts, x: Tensor, next_norm: Norm | None, *, is_last: bool
