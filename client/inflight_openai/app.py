@@ -402,7 +402,7 @@ class GenerationCall:
 
     async def _respond(self, request: Request, reply: Reply, place: Place) -> None:
         if request.method != "POST":
-            raise _no_such_call(request, 405, "Method Not Allowed")
+            raise _no_such_call(request, 405, "Method Not Allowed", "POST")
         try:
             raw = await _read_body(request, self.app.settings)
         except ClientDisconnect:
@@ -677,14 +677,15 @@ async def _not_served(request: Request) -> Response:
     raise ApiError(404, _NOT_SERVED[request.url.path], code="unsupported_endpoint")
 
 
-def _no_such_call(request: Request, status: int, reason: str) -> ApiError:
+def _no_such_call(request: Request, status: int, reason: str, allow: str | None) -> ApiError:
     calls = f"; there are {_CALLS}" if status in (404, 405) else ""
-    return ApiError(status, f"{reason}: {request.method}{calls}")
+    return ApiError(status, f"{reason}: {request.method}{calls}", allow=allow)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return await _api_error(request, _no_such_call(request, error.status_code, error.detail))
+    allow = (error.headers or {}).get("Allow")
+    return await _api_error(request, _no_such_call(request, error.status_code, error.detail, allow))
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -696,6 +697,8 @@ def _error_headers(error: ApiError) -> dict[str, str]:
     headers = {"Content-Type": "application/json"}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.allow is not None:
+        headers["Allow"] = error.allow
     if error.status in (429, 503):
         headers["Retry-After"] = "1"
     if error.status == 408:  # the rest of the body would keep the connection open

@@ -77,16 +77,23 @@ _EXPECTED = {
 
 
 class ApiError(Exception):
-    """Ends one HTTP request; `body` is the JSON of the response."""
+    """Ends one HTTP request; `body` is the JSON of the response. ``allow``: methods that the path
+    of a 405 has."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.allow = allow
 
     @property
     def body(self) -> dict[str, Any]:

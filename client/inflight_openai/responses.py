@@ -10,7 +10,7 @@ import json
 import math
 import secrets
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,22 +175,26 @@ def _message(parts: Sequence[Part], *, is_older: bool) -> dict[str, Any]:
     return message
 
 
-def _delta(part: Part, *, is_older: bool) -> dict[str, Any]:
-    """What one part adds to the message of a chat."""
+def _deltas(part: Part, *, is_older: bool) -> Iterator[dict[str, Any]]:
+    """What one part adds to the message of a chat.
+
+    The name of a call comes without arguments, as from OpenAI: older versions of LiteLLM add those
+    beside a name to the call before.
+    """
     if part.kind == "content":
-        return {"content": part.text}
-    if part.kind == "reasoning":
-        return {"reasoning_content": part.text}
-    if is_older:
-        name = {"name": part.name} if part.name else {}
-        return {"function_call": {**name, "arguments": part.text}}
-    call: dict[str, Any] = {"index": part.index}
-    if part.name:
-        call |= {"id": new_call_id(), "type": "function"}
-        call["function"] = {"name": part.name, "arguments": part.text}
+        yield {"content": part.text}
+    elif part.kind == "reasoning":
+        yield {"reasoning_content": part.text}
     else:
-        call["function"] = {"arguments": part.text}
-    return {"tool_calls": [call]}
+        if part.name:
+            function = {"name": part.name, "arguments": ""}
+            call = {"index": part.index, "id": new_call_id(), "type": "function"}
+            new = {**call, "function": function}
+            yield {"function_call": function} if is_older else {"tool_calls": [new]}
+        if part.text:
+            more = {"arguments": part.text}
+            added = {"index": part.index, "function": more}
+            yield {"function_call": more} if is_older else {"tool_calls": [added]}
 
 
 class WholeAnswer:
@@ -344,7 +348,9 @@ class EventWriter:
             answer = self._answers[piece.index]
             parts = answer.feed(piece.text)
             contents = [
-                f'"delta": {json.dumps(_delta(part, is_older=answer.is_older))}' for part in parts
+                f'"delta": {json.dumps(delta)}'
+                for part in parts
+                for delta in _deltas(part, is_older=answer.is_older)
             ]
         if not contents:
             if not piece.log_probs and not piece.token_ids:
@@ -362,8 +368,9 @@ class EventWriter:
         events = []
         for index, (reason, answer) in enumerate(zip(self._reasons, self._answers, strict=True)):
             for part in answer.finish():
-                delta = f'"delta": {json.dumps(_delta(part, is_older=answer.is_older))}'
-                events.append(self._event(index, delta, "null", "null"))
+                for delta in _deltas(part, is_older=answer.is_older):
+                    told = f'"delta": {json.dumps(delta)}'
+                    events.append(self._event(index, told, "null", "null"))
             shown = f'"{answer.finish_reason(reason)}"'
             events.append(self._event(index, content, "null", shown))
         if self._request.includes_usage:

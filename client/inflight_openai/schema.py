@@ -32,6 +32,7 @@ from pydantic_core import from_json
 
 from inflight_openai.errors import ApiError, bad_field, kind_of, named_error, unsupported
 from inflight_openai.settings import MAX_MESSAGES, MAX_PROMPTS, MAX_STOP_STRINGS, MAX_TOP_LOG_PROBS
+from inflight_openai.tools.arguments import closed
 from inflight_openai.tools.formats import Tool
 from inflight_scheduler.sampling import MAX_INT32, SETTINGS
 
@@ -114,10 +115,10 @@ def _text_of(value: Any) -> str:
 
 
 def _schema_guide(value: Any) -> Guide:
-    """A JSON schema, as an object or as its text."""
+    """A JSON schema, as an object, or as its text, which is sent as it is."""
     if not isinstance(value, (dict, str)):
         raise ValueError("the schema must be an object")
-    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    text = value if isinstance(value, str) else json.dumps(closed(value), separators=(",", ":"))
     return "json_schema", text
 
 

@@ -66,19 +66,20 @@ def answer_nothing(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status", "hint"),
+    ("method", "path", "status", "allow", "hint"),
     [
-        ("POST", "/v1/files", 404, "Not Found: POST; there are POST /v1/completions"),
-        ("GET", "/v1/completions", 405, "Method Not Allowed: GET; there are POST /v1/completions"),
-        ("POST", "/v1/models", 405, "Method Not Allowed: POST; there are POST /v1/completions"),
-        ("GET", "/v1/models/other", 404, "the model does not exist here; this is demo"),
+        ("POST", "/v1/files", 404, "", "Not Found: POST; there are POST /v1/completions"),
+        ("GET", "/v1/completions", 405, "POST", "Method Not Allowed: GET; there are POST /v1/comp"),
+        ("POST", "/v1/models", 405, "GET, HEAD", "Method Not Allowed: POST; there are POST /v1/"),
+        ("GET", "/v1/models/other", 404, "", "the model does not exist here; this is demo"),
     ],
 )
 async def test_a_call_that_does_not_exist_names_those_that_do(
-    local_grpc: Local, method: str, path: str, status: int, hint: str
+    local_grpc: Local, method: str, path: str, status: int, allow: str, hint: str
 ) -> None:
     answer = await request(local_grpc, method, path)
     assert answer.status_code == status
+    assert sorted(answer.headers.get("Allow", "").split(", ")) == allow.split(", ")
     assert answer.json()["error"]["message"].startswith(hint)
 
 

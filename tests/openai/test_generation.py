@@ -95,6 +95,13 @@ def test_a_chat_may_fill_the_context() -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
             {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"a":1}'},
         ),
+        (
+            {"guided_json": {"properties": {"a": {}}}},  # closed, as xgrammar has it elsewhere
+            {
+                "guided_decoding_guide_type": "json_schema",
+                "guided_decoding_guide": '{"properties":{"a":{}},"additionalProperties":false}',
+            },
+        ),
     ],
 )
 def test_sampling_fields_become_tensors(fields: dict[str, Any], tensors: dict[str, Any]) -> None:

@@ -41,8 +41,8 @@ MAX_COMPILED_BYTES = 64 * 2**20
 _STACK_BYTES = 128 * 2**20
 _stack_size_lock = threading.Lock()
 _JSON = '{"type":["object","array"]}'  # what xgrammar, TensorRT-LLM's default, calls JSON
-# Without a bound some models write blanks until their tokens run out.
-_BLANKS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
+# Without a bound some models write blanks until their tokens run out, and small ones empty lines.
+_BLANKS: Any = {"whitespace_pattern": r"[ \t]{1,20}|\r?\n[ \t]{0,20}"}
 # Tokens that follow with certainty are not computed in advance: that would walk through all of them
 # at every token, in the loop (60,000 bytes take 70 ms; behind a recursion there is no end).
 _OPTIONS = '%llguidance {"no_forcing": true}\n'

@@ -210,6 +210,10 @@ _BEAT_SECONDS = 1.0  # of a model, at least
 # For the model after it has reported that nothing moves: its streams have ended by then, the server
 # may still be writing the ends out. Until it is ended Triton says that the model is ready.
 _FAREWELL_SECONDS = 0.5
+# Of the models beside it, which are small, once `tensorrt_llm` is loaded. Triton takes a model that
+# got no processor for a second of its imports for dead, and waits for ever for its end.
+_REST_SECONDS = 60.0
+_LOADED = "tensorrt_llm loaded"
 _SEE_LOG = "(--verbose shows its log)"
 
 
@@ -269,10 +273,12 @@ class ServerHealth:
         stage = _stage_of(status)
         if stage != self._last_stage:
             self._last_stage, self._loaded_at = stage, now
-        if now - self._loaded_at > self._settings.load_seconds:
+        limit, hint = self._settings.load_seconds, "--load-seconds allows for more"
+        if stage == _LOADED and self._settings.draft_model is None and limit > _REST_SECONDS:
+            limit, hint = _REST_SECONDS, "was the machine busy? Start it again"
+        if now - self._loaded_at > limit:
             raise ServingError(
-                f"loading has stood still for {now - self._loaded_at:.0f} s with {stage} "
-                "(--load-seconds allows for more)"
+                f"loading has stood still for {now - self._loaded_at:.0f} s with {stage} ({hint})"
             )
         self._answered_at = now  # it does not before all is loaded
         if status is None:  # the model process has not come to our code: no beat yet
@@ -363,5 +369,5 @@ def _stage_of(status: ModelStatus | None) -> str:
     if status is None:
         return "no word from the model process"
     if status.phase != "loading":  # of the model with the status file; there may be others
-        return "tensorrt_llm loaded"
+        return _LOADED
     return f"{status.fields['loaded_bytes']} bytes of weights loaded"

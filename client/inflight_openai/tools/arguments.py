@@ -1,7 +1,8 @@
-"""The schema of the arguments of a call."""
+"""The schema of the arguments of a call, or of an answer."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,14 +12,18 @@ _COMBINED = frozenset(
 _BESIDE_PROPERTIES = frozenset(("anyOf", "oneOf", "$ref"))
 _BY_NAME = ("properties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "prefixItems")
+_NO_URI = re.compile(r'[\s<>"{}|\\^`]')
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """``schema``, where objects that list their ``properties`` have no others, unless it says so.
 
     A JSON schema lets any others in, of which a function knows nothing; a model that a guide leaves
-    the choice may never end. Unchanged where an object is put together of several schemas.
+    the choice may never end. Unchanged where an object is put together of several schemas. An
+    ``$id`` that is a title ("Output Format"), as some clients have it, is left out.
     """
+    if _NO_URI.search(str(schema.get("$id", ""))):
+        schema = {key: each for key, each in schema.items() if key != "$id"}
     return schema if _is_combined(schema) else _closed(schema)
 
 

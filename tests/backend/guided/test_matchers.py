@@ -81,13 +81,17 @@ NODE = {
         ({"type": "integer", "example": 5, "x-order": 1, "multipleof": 3}, "4", "a"),
         # White space comes to an end.
         (fields(1, {"type": "integer"}), '{ "f0":1}', "{" + " " * 200 + '"f0":1}'),
+        (fields(1, {"type": "integer"}), '{\r\n\t"f0":\n1\n}', '{\n\n"f0":1}'),
         (
             {"$ref": "#/$defs/n", "$defs": {"n": NODE}},
             '{"next":' * 40 + "{}" + "}" * 40,
             '{"next": 3}',
         ),
     ],
-    ids=["prices", "hosts", "words", "descriptions", "unknown names", "white space", "recursion"],
+    ids=[
+        *("prices", "hosts", "words", "descriptions", "unknown names"),
+        *("white space", "empty lines", "recursion"),
+    ],
 )
 @pytest.mark.case(51, 54)
 def test_schemas(schema: dict[str, Any], good: str, bad: str) -> None:

@@ -452,3 +452,19 @@ def test_a_load_that_stands_still_is_found(
 
     with pytest.raises(ServingError, match=rf"loading has stood still for \d s with {stage}"):
         running.load(beat)
+
+
+@pytest.mark.slow
+@pytest.mark.case(88)
+def test_a_server_that_waits_for_a_model_it_takes_for_dead_is_found(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before a load may stand still."""
+    monkeypatch.setattr(process_module, "_REST_SECONDS", LOAD / 10)
+
+    def beat(seconds: float) -> bool:
+        running.model.beat()
+        return seconds > LOAD / 2
+
+    with pytest.raises(ServingError, match=r"with tensorrt_llm loaded \(was the machine busy"):
+        running.load(beat)
