@@ -204,6 +204,7 @@ def _is_address_space_limited() -> bool:
         return False
 
 
+_STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 _HEALTH_SECONDS = 2.0
 _PROBE_PERIOD_SECONDS = 2.0
 _BEAT_SECONDS = 1.0  # of a model, at least
@@ -231,6 +232,7 @@ class ServerHealth:
         self._model_silence_seconds = stall_seconds + _BEAT_SECONDS
         self._clock = AwakeClock(longest_turn=stall_seconds / 2)
         self._answered_at = self._probed_at = self._beat_at = self._loaded_at = self._clock.now()
+        self._streamed_at = self._answered_at
         self._last_beat = 0
         self._last_stage = _stage_of(None)
         self._unhealthy_since: float | None = None
@@ -280,7 +282,7 @@ class ServerHealth:
             raise ServingError(
                 f"loading has stood still for {now - self._loaded_at:.0f} s with {stage} ({hint})"
             )
-        self._answered_at = now  # it does not before all is loaded
+        self._answered_at = self._streamed_at = now  # it does not before all is loaded
         if status is None:  # the model process has not come to our code: no beat yet
             self._beat_at = now
         else:
@@ -297,9 +299,12 @@ class ServerHealth:
             self._probed_at = now
             if self.is_answering("live"):
                 self._answered_at = self._clock.now()
-        silence = self._clock.now() - self._answered_at
-        if silence > self._silence_seconds:
-            raise ServingError(f"tritonserver has not answered for {silence:.0f} s")
+            if self._is_streaming():
+                self._streamed_at = self._clock.now()
+        for what, since in (("", self._answered_at), (" a gRPC stream", self._streamed_at)):
+            silence = self._clock.now() - since
+            if silence > self._silence_seconds:
+                raise ServingError(f"tritonserver has not answered{what} for {silence:.0f} s")
 
     def is_answering(self, what: str = "ready") -> bool:
         """True if the server says that it is ``live`` or ``ready``."""
@@ -313,6 +318,21 @@ class ServerHealth:
             return False
         finally:
             connection.close()
+
+    def _is_streaming(self) -> bool:
+        """True if a gRPC stream is answered: one that names no model, with an error. A single
+        thread of tritonserver serves all streams, and now and then (24.10) a cancelled one leaves
+        it waiting for ever, while all else is answered."""
+        import grpc  # in a launcher that forks: not before it has to
+
+        address = f"{self._settings.local_host}:{self._settings.grpc_port}"
+        options = [("grpc.enable_http_proxy", 0)]
+        with grpc.insecure_channel(address, options) as channel:
+            stream = channel.unary_stream(_STREAM_METHOD)(b"", timeout=_HEALTH_SECONDS)
+            try:
+                return any(True for _ in stream)
+            except grpc.RpcError:
+                return False
 
     def _death_of_added(self) -> str:
         """Which process of a model beside `tensorrt_llm` died, and how; "" if none did.

@@ -248,10 +248,11 @@ def test_a_name_that_is_no_text_hides_no_process(start: Start) -> None:
     assert name == b"abcdefghijklmn\xc3\n"
 
 
-# Says that it is live, as tritonserver does, until it is stopped by a signal; each argument is a
-# model file, which it starts a process for and does not look at again.
+# Says that it is live and answers streams, as tritonserver does, until it is stopped by a signal;
+# streams no more after SIGUSR1. Each argument is a model file, which it starts a process for and
+# does not look at again.
 SERVER = """
-import http.server, subprocess, sys
+import concurrent.futures, grpc, http.server, signal, subprocess, sys, time
 SLEEP = "import time; time.sleep(600)"
 models = [subprocess.Popen([sys.executable, "-c", SLEEP, file]) for file in sys.argv[1:]]
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -260,8 +261,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
     def log_message(self, *_):
         pass
+is_mute = []
+signal.signal(signal.SIGUSR1, lambda *_: is_mute.append(True))
+def answer(request, context):
+    while is_mute and context.is_active():
+        time.sleep(0.05)
+    yield b""
+streams = grpc.method_handlers_generic_handler(
+    "inference.GRPCInferenceService",
+    {"ModelStreamInfer": grpc.unary_stream_rpc_method_handler(answer)},
+)
+grpc_server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
+grpc_server.add_generic_rpc_handlers((streams,))
+grpc_port = grpc_server.add_insecure_port("127.0.0.1:0")
+grpc_server.start()
 server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-print(server.server_port, flush=True)
+print(server.server_port, grpc_port, flush=True)
 server.serve_forever()
 """
 STALL = 1.0
@@ -276,11 +291,13 @@ class Running:
     def __init__(self, start: Start, workspace: Workspace) -> None:
         models = (LLM_MODEL_NAME, *ADDED)
         files = [str(workspace.models / model / "1" / "model.py") for model in models]
-        self.server, port = start(SERVER, *files)
+        self.server, ports = start(SERVER, *files)
+        http_port, grpc_port = map(int, ports.split())
         # The kernel shows a command line a moment after the start of its process.
         wait_until(lambda: set(self._model_files()) == set(files))
         settings = ServeSettings(
-            http_port=int(port),
+            http_port=http_port,
+            grpc_port=grpc_port,
             parameters={"stall_seconds": str(STALL), "accumulate_tokens": "true"},  # not all of one
             load_seconds=LOAD,
             models=(*DEFAULT_MODELS, *ADDED),
@@ -338,6 +355,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start) -> It
     ("number", "message"),
     [
         (signal.SIGSTOP, "tritonserver has not answered for"),
+        (signal.SIGUSR1, "tritonserver has not answered a gRPC stream for"),
         (signal.SIGKILL, r"tritonserver ended \(killed by SIGKILL\)"),
     ],
 )
