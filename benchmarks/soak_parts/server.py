@@ -162,7 +162,8 @@ def footprint(pid: int) -> Footprint:
 
 def _descriptors(process: psutil.Process) -> Counter[str]:
     """By kind, without files of /proc that a process opens for an instant to read its own memory
-    use, and without connections to us: our end of one may stay until the next garbage collection.
+    use, those of processes that `inflight serve` opens anew for each of its waits, and connections
+    to us: our end of one may stay until the next garbage collection.
     """
     ours = {_ports(each) for each in psutil.Process().net_connections("tcp")}
     sockets = {each.fd: each for each in process.net_connections("tcp")}
@@ -174,7 +175,7 @@ def _descriptors(process: psutil.Process) -> Counter[str]:
                 kind = f"socket, {found.status}"
                 if _ports(found)[::-1] in ours:
                     continue
-            if not kind.startswith("/proc/"):
+            if not kind.startswith("/proc/") and inode != "pidfd]":
                 kinds[kind if inode else "file"] += 1
     return kinds
 
